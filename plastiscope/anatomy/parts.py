@@ -1,0 +1,121 @@
+"""What the parts of a network are: the values that trace and family tables both produce.
+
+Axes: B inputs, T tokens, d width, H heads, dh head width.
+
+Canonical component names, one spelling everywhere:
+  embedding; in a transformer block norm1, q, k, v, attention_output, residual1, norm2, gate, fc1,
+  activation, fc2, residual2 (and router, experts where there are any); final_norm; head.
+  In an MLP or CNN a block is one parametrised layer: conv or fc, norm, activation; then head.
+  Anything else is a component named by its own path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A weight matrix [out, in], or some rows or columns of it, as a place in one tensor.
+
+    `out_axes` are the axes of the tensor that, in this order, form the rows; the others, in
+    order, form the columns: (0,) for nn.Linear and convolutions, (1,) for GPT-2's Conv1D, (0, 1, 3)
+    for [3, H, d, dh]. `rows` and `columns` select from the result; None means all.
+    `tensor` names the effective weight: for weight_norm and spectral_norm that is the resolved
+    `weight`, never its stored factors.
+    """
+
+    tensor: str
+    out_axes: tuple[int, ...] = (0,)
+    rows: tuple[int, ...] | None = None
+    columns: tuple[int, ...] | None = None
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The matrix [out, in] cut from the whole tensor."""
+        others = tuple(a for a in range(tensor.ndim) if a not in self.out_axes)
+        out = 1
+        for axis in self.out_axes:
+            out *= tensor.shape[axis]
+        matrix = tensor.permute(self.out_axes + others).reshape(out, -1)
+        if self.rows is not None:
+            matrix = matrix[list(self.rows)]
+        if self.columns is not None:
+            matrix = matrix[:, list(self.columns)]
+        return matrix
+
+
+@dataclass(frozen=True)
+class Site:
+    """A tensor of the forward pass: a module's boundary, or a function called inside it.
+
+    `module` is the path of the innermost module running ("" is the root) and `call` which of its
+    calls in one forward; `op` is "" for the module itself, else the function's name, and
+    `ordinal` counts the calls of that function within that call of the module. `port` is
+    "output", or "input" (first tensor argument), "input1" (second), ...
+    """
+
+    module: str
+    call: int = 0
+    op: str = ""
+    ordinal: int = 0
+    port: str = "output"
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """Where attention happens: scaled_dot_product_attention, or a softmax between two products.
+
+    `heads` and `kv_heads` as they arrive there; `causal` when every query sees only earlier keys.
+    """
+
+    site: Site
+    heads: int
+    kv_heads: int
+    head_width: int
+    causal: bool
+
+
+@dataclass(frozen=True)
+class Component:
+    """One part of the network under its canonical name.
+
+    `weights` are its whole matrices (fused q/k/v: one Matrix of q's rows, one of k's ...);
+    `heads` the slice of each head, in head order, empty when there are none (k and v have as many
+    as there are key/value heads). `features` is where its output [B, T, d] (or [B, d],
+    [B, C, h, w]) is seen; q, k and v are seen at the block's attention site instead.
+    For an activation, `features` is what the next layer consumes (after a gate's product),
+    `pre_activation` the function's input and `function` its name ("relu", "gelu", "silu",
+    "tanh", "sigmoid", ...).
+    """
+
+    name: str
+    block: int | None
+    path: str
+    weights: tuple[Matrix, ...] = ()
+    heads: tuple[Matrix, ...] = ()
+    features: Site | None = None
+    pre_activation: Site | None = None
+    function: str | None = None
+    offset_gain: bool = False
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """Every part of a network.
+
+    `components` in forward order; `attention` by block; `cls` the position of the CLS token in the
+    token axis or None; `prefix_tokens` how many leading tokens aren't patches (CLS, distillation,
+    registers). `source` says how it was found ("trace", "family gpt2", "names"). `unexplained`
+    are tensors that no component claims. `notes` are single lines for the user.
+    """
+
+    components: tuple[Component, ...]
+    attention: Mapping[int, AttentionSite] = field(default_factory=dict)
+    cls: int | None = None
+    prefix_tokens: int = 0
+    source: str = "names"
+    unexplained: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
