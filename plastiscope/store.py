@@ -1,0 +1,221 @@
+"""The tables on disk: one tidy schema, one Parquet file a checkpoint, written whole or not at all.
+
+OUT/metrics/RUN/CHECKPOINT.parquet holds a checkpoint's rows; its schema metadata holds the key
+that they depend on (checkpoint and probe content, settings, metric versions), so a finished
+checkpoint is recognised and not measured again. This module is the border: the torch half writes
+through it, figures, report and check read through it. It imports neither torch nor either half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
+
+SCHEMA_VERSION = 1
+_KEY = b"plastiscope.key"
+_FACTS = b"plastiscope.facts"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured value, or the reason why there is none (`value` None, `status` not "ok")."""
+
+    metric: str
+    subject: str
+    value: float | None
+    component: str | None = None
+    block: int | None = None
+    head: int | None = None
+    tokens: str | None = None
+    parameters: str = ""
+    index: int | None = None
+    rows: int | None = None
+    columns: int | None = None
+    maximum: float | None = None
+    standard_error: float | None = None
+    status: str = "ok"
+    tensor: str | None = None
+    version: int = 1
+
+
+_TEXT = pa.dictionary(pa.int32(), pa.string())
+SCHEMA = pa.schema(
+    [
+        ("run", _TEXT),
+        ("checkpoint", _TEXT),
+        ("step", pa.int64()),
+        ("task", pa.int64()),
+        ("branch", _TEXT),
+        ("block", pa.int64()),
+        ("component", _TEXT),
+        ("head", pa.int64()),
+        ("tokens", _TEXT),
+        ("subject", _TEXT),
+        ("metric", _TEXT),
+        ("parameters", _TEXT),
+        ("index", pa.int64()),
+        ("value", pa.float64()),
+        ("rows", pa.int64()),
+        ("columns", pa.int64()),
+        ("maximum", pa.float64()),
+        ("standard_error", pa.float64()),
+        ("status", _TEXT),
+        ("tensor", _TEXT),
+        ("version", pa.int64()),
+        ("probe", _TEXT),
+        ("checkpoint_fingerprint", _TEXT),
+    ]
+)
+IDENTITY = (
+    "run checkpoint branch block component head tokens subject metric parameters index probe"
+).split()
+
+
+def content_key(**parts: Any) -> str:
+    """A hash of everything that a checkpoint's rows depend on."""
+    text = json.dumps(parts, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def checkpoint_file(out: Path, run: str, checkpoint: str) -> Path:
+    """Where the rows of a checkpoint lie; names are made safe for any file system."""
+    return out / "metrics" / _safe(run) / f"{_safe(checkpoint)}.parquet"
+
+
+def _safe(name: str) -> str:
+    plain = re.sub(r"[^A-Za-z0-9._=+-]", "_", name).lstrip(".") or "_"
+    if plain == name and len(name) <= 120:
+        return plain
+    return f"{plain[:100]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
+
+
+def is_finished(file: Path, key: str) -> bool:
+    """Whether the file holds the rows of exactly this key."""
+    try:
+        return (pq.read_schema(file).metadata or {}).get(_KEY) == key.encode()
+    except (OSError, pa.ArrowInvalid):
+        return False
+
+
+def write(
+    file: Path, rows: Sequence[Row], common: Mapping[str, Any], key: str, facts: Mapping[str, Any]
+) -> None:
+    """Write a checkpoint's rows atomically.
+
+    `common` fills the columns that every row shares (run, checkpoint, step, ...); `facts` are kept
+    as JSON in the file's metadata (assumptions, notes, coverage, versions).
+    """
+    names = [f.name for f in fields(Row)]
+    columns = {name: [getattr(row, name) for row in rows] for name in names}
+    columns |= {name: [value] * len(rows) for name, value in common.items()}
+    table = pa.Table.from_arrays(
+        [_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA
+    )
+    metadata = {_KEY: key.encode(), _FACTS: json.dumps(facts, sort_keys=True).encode()}
+    metadata[b"plastiscope.schema"] = str(SCHEMA_VERSION).encode()
+    table = table.replace_schema_metadata(metadata)
+    with replacing(file) as partial:
+        pq.write_table(table, partial, compression="zstd")
+
+
+def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
+    if kind == _TEXT:
+        return pa.array(values, pa.string()).dictionary_encode()
+    return pa.array(values, kind)
+
+
+class replacing:  # noqa: N801
+    """Context manager: gives a temporary path beside `file`, which replaces it on success."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __enter__(self) -> Path:
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        handle, name = tempfile.mkstemp(
+            prefix=".", suffix=self.file.suffix, dir=self.file.parent
+        )
+        os.close(handle)
+        self.partial = Path(name)
+        return self.partial
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            mask = os.umask(0)
+            os.umask(mask)
+            self.partial.chmod(0o666 & ~mask)
+            self.partial.replace(self.file)
+        else:
+            self.partial.unlink(missing_ok=True)
+
+
+def metric_files(out: Path) -> list[Path]:
+    """The Parquet files below OUT/metrics (temporary ones left by a killed process excluded)."""
+    return sorted(p for p in (out / "metrics").rglob("*.parquet") if not p.name.startswith("."))
+
+
+def read(outs: Path | Iterable[Path], columns: Sequence[str] | None = None) -> pd.DataFrame:
+    """All rows of one or several OUT directories, in (run, step) order.
+
+    Text columns are categoricals with plain string categories; block, head, index, rows, columns
+    and task are Int64 (null allowed); value is float64 with NaN for null.
+
+    Raises UsageError when OUT holds no tables, UnreadableError for a file that isn't one of ours,
+    NotEnoughEvidenceError when there is no row.
+    """
+    tables = []
+    for out in [outs] if isinstance(outs, Path) else list(outs):
+        files = metric_files(out)
+        if not files:
+            raise UsageError(
+                f"no tables in {out}: it has no metrics/*.parquet; run `plastiscope analyze` first"
+            )
+        tables += [_read_table(file, columns) for file in files]
+    table = pa.concat_tables(tables)
+    if table.num_rows == 0:
+        raise NotEnoughEvidenceError("the tables hold no rows")
+    return _frame(table)
+
+
+def _read_table(file: Path, columns: Sequence[str] | None) -> pa.Table:
+    try:
+        table = pq.read_table(file, columns=list(columns) if columns else None)
+        schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(c) for c in columns])
+        plain = pa.schema([pa.field(f.name, _plain(f.type)) for f in schema])
+        return table.replace_schema_metadata(None).cast(plain)
+    except (OSError, pa.ArrowException, KeyError, ValueError) as error:
+        raise UnreadableError(f"{file} isn't a plastiscope table: {error}") from error
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return pa.string() if kind == _TEXT else kind
+
+
+def _frame(table: pa.Table) -> pd.DataFrame:
+    integers = {pa.int64(): pd.Int64Dtype()}
+    frame: pd.DataFrame = table.to_pandas(types_mapper=integers.get)
+    for name in frame.columns:
+        if SCHEMA.field(name).type == _TEXT:
+            frame[name] = frame[name].astype("category")
+    order = [name for name in ("run", "step") if name in frame]
+    return frame.sort_values(order, kind="stable", ignore_index=True) if order else frame
+
+
+def read_facts(file: Path) -> dict[str, Any]:
+    """The facts stored beside a checkpoint's rows; empty when there are none."""
+    metadata = pq.read_schema(file).metadata or {}
+    facts: dict[str, Any] = json.loads(metadata.get(_FACTS, b"{}"))
+    return facts
