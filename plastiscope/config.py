@@ -1,0 +1,123 @@
+"""The settings of an analysis: one frozen object, from the command line over a configuration file.
+
+The file is `plastiscope.toml`, or the table [tool.plastiscope] of `pyproject.toml`, in the working
+folder. An unknown key is an error that names the nearest known one.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError, unknown
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+OTHER_TABLES = ("check",)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What to read, what to replay and what to measure. Every field is also a configuration key.
+
+    `folds` parts of the probe give the jackknife standard errors; `probe_inputs` is the size of a
+    synthetic probe; `probe_rows` bounds the rows of a feature matrix, spread evenly over the
+    inputs; `batch_size` inputs go through the network at once.
+    """
+
+    out: Path = Path("plastiscope-out")
+    probe: str | None = None
+    model: str | None = None
+    assume: Mapping[str, str] = field(default_factory=dict)
+    device: str = "cpu"
+    only: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
+    probe_inputs: int = 64
+    probe_rows: int = 4096
+    batch_size: int = 32
+    folds: int = 8
+    seed: int = 0
+    weights: str = "raw"
+    prefix: str | None = None
+    steps: str | None = None
+    every: int = 1
+    include: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    order: str = "auto"
+    base: str | None = None
+    families: tuple[str, ...] = ()
+    allow_partial: bool = False
+    trust_pickle: bool = False
+    strict: bool = False
+    figures: bool = True
+
+    def __post_init__(self) -> None:
+        for name, least in {"folds": 2, "probe_inputs": 2, "probe_rows": 2, "batch_size": 1}.items():
+            if getattr(self, name) < least:
+                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.every < 1:
+            raise UsageError(f"every must be at least 1, not {self.every}")
+
+
+def read_settings(folder: Path | None = None, **options: Any) -> Settings:
+    """Settings from the configuration file of `folder` (the working folder), with the options
+    that aren't None laid over them."""
+    values = _checked(read_table(folder or Path.cwd()))
+    return replace(Settings(**values), **{k: v for k, v in options.items() if v is not None})
+
+
+def read_table(folder: Path) -> dict[str, Any]:
+    """The raw configuration table of a folder; empty when there is no file."""
+    file = folder / "plastiscope.toml"
+    if file.exists():
+        return _parse(file)
+    project = folder / "pyproject.toml"
+    table: dict[str, Any] = {}
+    if project.exists():
+        table = _parse(project).get("tool", {}).get("plastiscope", {})
+    return table
+
+
+def _parse(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text("utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{file} isn't valid TOML: {error}") from error
+
+
+def _checked(table: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {f.name: f for f in fields(Settings)}
+    defaults = Settings()
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name in OTHER_TABLES:
+            continue
+        if name not in kinds:
+            raise unknown("configuration key", key, kinds)
+        values[name] = _coerced(key, value, getattr(defaults, name))
+    return values
+
+
+def _coerced(key: str, value: Any, default: Any) -> Any:
+    """The value in the field's type; TOML knows no tuples and no paths."""
+    if isinstance(default, tuple):
+        if isinstance(value, str):
+            value = [value]
+        if isinstance(value, list) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UsageError(f"configuration key {key!r} takes a list of strings, not {value!r}")
+    if isinstance(default, Path) or default is None:
+        if not isinstance(value, str):
+            raise UsageError(f"configuration key {key!r} takes a string, not {value!r}")
+        return Path(value) if isinstance(default, Path) else value
+    if type(value) is not type(default):
+        want = type(default).__name__
+        raise UsageError(f"configuration key {key!r} takes a value of type {want}, not {value!r}")
+    return value
