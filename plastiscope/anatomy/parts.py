@@ -88,7 +88,8 @@ class Component:
     [B, C, h, w]) is seen; q, k and v are seen at the block's attention site instead.
     For an activation, `features` is what the next layer consumes (after a gate's product),
     `pre_activation` the function's input and `function` its name ("relu", "gelu", "silu",
-    "tanh", "sigmoid", ...).
+    "tanh", "sigmoid", ...). `channel_axis` is the axis of `features` that holds channels or width
+    (1 for convolutional maps [B, C, h, w]). `offset_gain`: the norm's gain is 1 + the stored weight.
     """
 
     name: str
@@ -100,6 +101,7 @@ class Component:
     pre_activation: Site | None = None
     function: str | None = None
     offset_gain: bool = False
+    channel_axis: int = -1
 
 
 @dataclass(frozen=True)
