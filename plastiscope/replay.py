@@ -1,0 +1,235 @@
+"""One replay of a probe batch through a checkpoint's network, reduced while it runs.
+
+Axes: B inputs, P positions of an input (tokens, or h*w), d width, H heads, dh head width.
+
+Every component's output is reduced to sums inside the hooks; no activation outlives its batch.
+The probe's inputs are dealt to K folds in turn, so that each sum exists per fold and every value
+gets a jackknife standard error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from .anatomy import AttentionCall, watch
+from .anatomy.parts import Anatomy, Component, Site
+from .metrics import Place, measure
+from .models.live import Batch, Live
+from .observations import AttentionSums, FeatureSums, OutputSums, Units, UnitSums
+from .store import Row
+
+PROJECTIONS = ("q", "k", "v")
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How the probe is cut: batches, folds, and the rows that a feature matrix may take."""
+
+    folds: int
+    probe_rows: int
+    batch_size: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """One batch on its way: which inputs of the probe, their folds, which tokens count [B, T]."""
+
+    first: int
+    fold: torch.Tensor
+    mask: torch.Tensor | None
+
+
+@dataclass
+class Replay:
+    """Sums over the probe for every component of one network."""
+
+    anatomy: Anatomy
+    inputs: int
+    sampling: Sampling
+    features: dict[tuple[int, str], FeatureSums] = field(default_factory=dict)
+    per_head: dict[int, FeatureSums] = field(default_factory=dict)
+    units: dict[int, UnitSums] = field(default_factory=dict)
+    attention: dict[int, AttentionSums] = field(default_factory=dict)
+    outputs: OutputSums | None = None
+    _before: dict[int, torch.Tensor] = field(default_factory=dict)
+    _chunk: _Chunk | None = None
+
+    def run(self, live: Live, batch: Batch, device: torch.device) -> None:
+        """Replay the whole batch; raises when a component that should be seen wasn't."""
+        with torch.no_grad(), self._watch(live) as recorder:
+            for self._chunk, part in self._chunks(batch, device):
+                logits = live.forward(part)
+                recorder.check()
+                self._before.clear()
+                self._add_outputs(logits, part)
+
+    def _watch(self, live: Live) -> Any:
+        return watch(
+            live.module,
+            sites_of(self.anatomy),
+            self.anatomy.attention,
+            self._on_tensor,
+            self._on_attention,
+        )
+
+    def _chunks(self, batch: Batch, device: torch.device) -> Iterator[tuple[_Chunk, Batch]]:
+        for first in range(0, self.inputs, self.sampling.batch_size):
+            rows = slice(first, min(first + self.sampling.batch_size, self.inputs))
+            part = {name: tensor[rows].to(device) for name, tensor in batch.items()}
+            fold = torch.arange(rows.start, rows.stop, device=device) % self.sampling.folds
+            mask = part.get("mask")
+            yield _Chunk(first, fold, None if mask is None else mask.bool()), part
+
+    def _on_tensor(self, key: tuple[int, str], x: torch.Tensor) -> None:
+        index, port = key
+        component = self.anatomy.components[index]
+        x = _positions_first(x, component)
+        if port == "before":
+            self._before[index] = x
+            return
+        self._add_features(index, x)
+        if component.name == "activation":
+            self._add_units(index, component, x, self._before.pop(index, None))
+
+    def _on_attention(self, block: int, call: AttentionCall) -> None:
+        assert self._chunk is not None
+        windows = call.q.shape[0] // len(self._chunk.fold)
+        for name, heads in zip(PROJECTIONS, (call.q, call.k, call.v), strict=True):
+            index = self._index(block, name)
+            if index is None:
+                continue
+            x = heads.transpose(1, 2).unflatten(0, (-1, windows)).flatten(1, 2)
+            self._add_features(index, x.flatten(2))
+            self._add_heads(index, x)
+        sums = self.attention.setdefault(block, AttentionSums(self.sampling.folds))
+        fold = self._chunk.fold.repeat_interleave(windows)
+        queries = self._chunk.mask if windows == 1 else None
+        if queries is not None and queries.shape[1] != call.q.shape[2]:
+            queries = None
+        sums.add(call.probabilities, call.visible, fold, queries)
+
+    def _index(self, block: int, name: str) -> int | None:
+        for index, component in enumerate(self.anatomy.components):
+            if component.block == block and component.name == name:
+                return index
+        return None
+
+    def _add_features(self, index: int, x: torch.Tensor) -> None:
+        """x [B, P, d] or [B, d]."""
+        assert self._chunk is not None
+        rows, fold = self._rows(x, self._chunk, bounded=True)
+        self._sums(index, "all").add(rows, fold)
+        cls = self.anatomy.cls
+        if cls is not None and (x.ndim == 2 or x.shape[1] > cls):
+            self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.fold)
+
+    def _sums(self, index: int, tokens: str) -> FeatureSums:
+        return self.features.setdefault((index, tokens), FeatureSums(self.sampling.folds))
+
+    def _add_heads(self, index: int, x: torch.Tensor) -> None:
+        """x [B, P, H, dh]."""
+        assert self._chunk is not None
+        rows, fold = self._rows(x, self._chunk, bounded=True)
+        self.per_head.setdefault(index, FeatureSums(self.sampling.folds)).add(rows, fold)
+
+    def _add_units(
+        self, index: int, component: Component, x: torch.Tensor, before: torch.Tensor | None
+    ) -> None:
+        assert self._chunk is not None
+        sums = self.units.setdefault(index, UnitSums(self.sampling.folds, component.function))
+        rows, fold = self._rows(x, self._chunk)
+        if before is not None and before.shape == x.shape:
+            sums.add(rows, self._rows(before, self._chunk)[0], fold)
+        else:
+            sums.add(rows, None, fold)
+
+    def _rows(
+        self, x: torch.Tensor, chunk: _Chunk, bounded: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows [n, ...] of x [B, P, ...] that count, and the fold of each [n]."""
+        if x.ndim == 2:
+            return x, chunk.fold
+        positions = x.shape[1]
+        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+        if chunk.mask is not None and chunk.mask.shape[1] == positions:
+            keep &= chunk.mask
+        limit = max(1, self.sampling.probe_rows // self.inputs)
+        if bounded and limit < positions:
+            keep = self._spread(keep, chunk.first, limit)
+        return x[keep], chunk.fold[:, None].expand(keep.shape)[keep]
+
+    def _spread(self, keep: torch.Tensor, first: int, limit: int) -> torch.Tensor:
+        """At most `limit` of the kept positions of each input, drawn by the input's own seed, so
+        that neither the batch size nor the component changes which."""
+        counts = keep.cpu().numpy()
+        chosen = np.zeros_like(counts)
+        for i, row in enumerate(counts):
+            random = np.random.default_rng((self.sampling.seed, first + i, len(row)))
+            places = np.flatnonzero(row)
+            chosen[i, random.permutation(places)[:limit]] = True
+        return torch.from_numpy(chosen).to(keep.device)
+
+    def _add_outputs(self, logits: torch.Tensor, part: Batch) -> None:
+        if "labels" in part:
+            assert self._chunk is not None
+            self.outputs = self.outputs or OutputSums(self.sampling.folds)
+            self.outputs.add(logits, part["labels"], self._chunk.fold)
+
+    def rows(self, only: Collection[str]) -> list[Row]:
+        """The rows of every metric in `only`, in the network's order."""
+        chosen = frozenset(only)
+        rows: list[Row] = []
+        for index, component in enumerate(self.anatomy.components):
+            rows += self._component_rows(index, component, chosen)
+            if component.name == "q" and component.block in self.attention:
+                found = self.attention[component.block].finish()
+                heads = self.anatomy.attention[component.block].heads
+                place = Place("attention", component.block, "attention", heads=heads)
+                rows += measure(found, place, chosen)
+        if self.outputs is not None:
+            rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
+        return rows
+
+    def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
+        rows: list[Row] = []
+        for tokens in ("all", "cls"):
+            if (index, tokens) in self.features:
+                place = Place(component.name, component.block, "feature", tokens)
+                rows += measure(self.features[index, tokens].finish(), place, only)
+        if index in self.per_head:
+            site = self.anatomy.attention[component.block or 0]
+            heads = site.heads if component.name == "q" else site.kv_heads
+            place = Place(component.name, component.block, "feature", "all", heads=heads)
+            rows += measure(self.per_head[index].finish(), place, only)
+        if index in self.units:
+            place = Place(component.name, component.block, "unit", "all")
+            rows += measure(self.units[index].finish(), place, only)
+        return rows
+
+    def unit_observations(self) -> list[Units]:
+        """The statistics of every activation, for the network's totals."""
+        return [sums.finish() for sums in self.units.values()]
+
+
+def sites_of(anatomy: Anatomy) -> Mapping[tuple[int, str], Site]:
+    """Where each component is seen: its features, and what comes before an activation."""
+    sites: dict[tuple[int, str], Site] = {}
+    for index, component in enumerate(anatomy.components):
+        if component.features is not None:
+            sites[index, "features"] = component.features
+        if component.pre_activation is not None:
+            sites[index, "before"] = component.pre_activation
+    return sites
+
+
+def _positions_first(x: torch.Tensor, component: Component) -> torch.Tensor:
+    """Maps [B, C, h, w] (channels at `channel_axis`) as [B, h*w, C]; vectors as they are."""
+    if x.ndim == 2:
+        return x
+    return x.movedim(component.channel_axis, -1).flatten(1, -2)
