@@ -31,7 +31,11 @@ _FACTS = b"plastiscope.facts"
 
 @dataclass(frozen=True)
 class Row:
-    """One measured value, or the reason why there is none (`value` None, `status` not "ok")."""
+    """One measured value, or the reason why there is none (`value` None, `status` not "ok").
+
+    `segment` counts the breaks of the sequence before it (architecture, head or vocabulary
+    changed): values of different segments are never compared.
+    """
 
     metric: str
     subject: str
@@ -48,6 +52,8 @@ class Row:
     standard_error: float | None = None
     status: str = "ok"
     tensor: str | None = None
+    probe: str | None = None
+    segment: int = 0
     version: int = 1
 
 
@@ -58,6 +64,7 @@ SCHEMA = pa.schema(
         ("checkpoint", _TEXT),
         ("step", pa.int64()),
         ("task", pa.int64()),
+        ("segment", pa.int64()),
         ("branch", _TEXT),
         ("block", pa.int64()),
         ("component", _TEXT),

@@ -1,0 +1,236 @@
+"""The command line: a few lines a command. Alone imports typer and rich; torch only when measuring."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .errors import NOT_ENOUGH_EVIDENCE, UNREADABLE, USAGE, PlastiscopeError, UsageError
+
+app = typer.Typer(
+    name="plastiscope",
+    help="Diagnose loss of plasticity from the checkpoints of any training run.",
+    epilog="Exit status: 0 fine, 1 a gate failed, 2 usage or configuration, "
+    "3 unreadable input, 4 not enough evidence.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories, files or URLs.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", "-o", help="Where to write. [default: plastiscope-out]")
+]
+READING = "Reading checkpoints"
+REPLAY = "Model and probe"
+MEASURE = "Measuring"
+
+
+def main() -> None:
+    """Run the command line; every error a user can mend is one line and an exit status."""
+    try:
+        app()
+    except PlastiscopeError as error:
+        print(f"plastiscope: {error}", file=sys.stderr)
+        raise SystemExit(error.status) from None
+    except BrokenPipeError:
+        # The reader has gone: leave no traceback, and don't flush into the closed pipe at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(141) from None
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Show the version and exit.")] = False,
+) -> None:
+    if version:
+        from . import __version__
+
+        print(f"plastiscope {__version__}")
+        raise typer.Exit
+
+
+@app.command()
+def analyze(
+    runs: Runs,
+    out: Out = None,
+    probe: Annotated[
+        str | None,
+        typer.Option(
+            help="File, directory, URL or module:function. [default: the probe beside the run, "
+            "else a synthetic one]",
+            rich_help_panel=REPLAY,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="timm:NAME, torchvision:NAME, transformers:CLASS, FILE.py:FUNCTION or "
+            "MODULE:FUNCTION. [default: from the checkpoint]",
+            rich_help_panel=REPLAY,
+        ),
+    ] = None,
+    assume: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Override what was assumed, e.g. activation=tanh. Repeatable.",
+            metavar="KEY=VALUE",
+            rich_help_panel=REPLAY,
+        ),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="cpu, cuda, cuda:1. [default: cpu]", rich_help_panel=REPLAY)
+    ] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help="Measure only these metrics.", metavar="A,B", rich_help_panel=MEASURE),
+    ] = None,
+    extra: Annotated[
+        str | None,
+        typer.Option(
+            "--with", help="Measure these too.", metavar="A,B", rich_help_panel=MEASURE
+        ),
+    ] = None,
+    probe_rows: Annotated[
+        int | None,
+        typer.Option(
+            help="At most so many rows a feature matrix. [default: 4096]", rich_help_panel=MEASURE
+        ),
+    ] = None,
+    probe_inputs: Annotated[
+        int | None,
+        typer.Option(help="Size of a synthetic probe. [default: 64]", rich_help_panel=REPLAY),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(help="Inputs replayed at once. [default: 32]", rich_help_panel=REPLAY),
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="[default: 0]", rich_help_panel=MEASURE)
+    ] = None,
+    family: Annotated[
+        list[str] | None,
+        typer.Option(help="A further table of tensor names. Repeatable.", rich_help_panel=REPLAY),
+    ] = None,
+    allow_partial: Annotated[
+        bool | None,
+        typer.Option(
+            "--allow-partial",
+            help="Replay although some tensors don't fit the model.",
+            rich_help_panel=REPLAY,
+        ),
+    ] = None,
+    weights: Annotated[
+        str | None,
+        typer.Option(help="raw or ema. [default: raw]", rich_help_panel=READING),
+    ] = None,
+    prefix: Annotated[
+        str | None,
+        typer.Option(help="Only the tensors below this name.", rich_help_panel=READING),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option(help="Only these, e.g. 0,100 or 0:1000.", rich_help_panel=READING),
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(help="Only every n-th checkpoint.", rich_help_panel=READING)
+    ] = None,
+    include: Annotated[
+        list[str] | None,
+        typer.Option(help="Only names that match this pattern.", rich_help_panel=READING),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None,
+        typer.Option(help="No names that match this pattern.", rich_help_panel=READING),
+    ] = None,
+    order: Annotated[
+        str | None,
+        typer.Option(help="auto, name, content or time.", rich_help_panel=READING),
+    ] = None,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The base model to merge an adapter into.", rich_help_panel=READING),
+    ] = None,
+    trust_pickle: Annotated[
+        bool | None,
+        typer.Option(
+            "--trust-pickle",
+            help="Import and run what the pickles name. Only for files you made yourself.",
+            rich_help_panel=READING,
+        ),
+    ] = None,
+    strict: Annotated[
+        bool | None,
+        typer.Option("--strict", help="Stop at the first bad file.", rich_help_panel=READING),
+    ] = None,
+    figures: Annotated[bool | None, typer.Option(help="Draw figures. [default: yes]")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
+) -> None:
+    """Measure every checkpoint; write tables and figures; say what changed most."""
+    from .config import read_settings
+
+    settings = read_settings(
+        out=out, probe=probe, model=model, assume=_pairs(assume), device=device,
+        only=_names(only), extra=_names(extra), probe_rows=probe_rows, probe_inputs=probe_inputs,
+        batch_size=batch_size, seed=seed, families=_tuple(family), allow_partial=allow_partial,
+        weights=weights, prefix=prefix, steps=steps, every=every, include=_tuple(include),
+        exclude=_tuple(exclude), order=order, base=base, trust_pickle=trust_pickle,
+        strict=strict, figures=figures,
+    )  # fmt: skip
+    from .terminal import Terminal
+
+    with Terminal(quiet) as terminal:
+        from .analyze import analyze as measure
+
+        analysis = measure(runs, settings, terminal)
+    if settings.figures:
+        terminal.drawn(_draw(analysis.out, [a.run.name for a in analysis.runs]))
+    terminal.summarize(analysis)
+    if analysis.failures:
+        raise typer.Exit(UNREADABLE)
+
+
+def _draw(out: Path, names: list[str]) -> list[Any]:
+    """Draw the standard figures of these runs into OUT/figures/RUN."""
+    from . import figures, store
+
+    table = store.read(out)
+    drawn = []
+    for name in names:
+        drawn += figures.draw(table[table["run"] == name], out / "figures" / name)
+    return drawn
+
+
+@app.command()
+def explain(
+    metric: Annotated[str | None, typer.Argument(help="A metric; all when left out.")] = None,
+) -> None:
+    """The definition of a metric: formula, range, how to read it, when it misleads, source."""
+    from .terminal import print_explanation
+
+    print_explanation(metric)
+
+
+def _pairs(options: list[str] | None) -> dict[str, str] | None:
+    if not options:
+        return None
+    for option in options:
+        if "=" not in option:
+            raise UsageError(f"--assume takes KEY=VALUE, not {option!r}")
+    return dict(option.split("=", 1) for option in options)
+
+
+def _names(option: str | None) -> tuple[str, ...] | None:
+    return None if option is None else tuple(n.strip() for n in option.split(",") if n.strip())
+
+
+def _tuple(option: list[str] | None) -> tuple[str, ...] | None:
+    return tuple(option) if option else None
+
+
+__all__ = ["NOT_ENOUGH_EVIDENCE", "USAGE", "app", "main"]

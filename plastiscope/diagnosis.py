@@ -1,0 +1,221 @@
+"""From the tables to plain sentences: what moved, how far, and whether the signs agree.
+
+A *series* is one metric of one component (and head) over a run's checkpoints. A *sign* is a family
+of series and the direction that means trouble. Nothing here is a score: every statement carries
+the numbers that it stands on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd
+
+SERIES = ["block", "component", "head", "tokens", "subject", "metric", "parameters", "probe"]
+ENOUGH_CHECKPOINTS = 4
+ENOUGH_SIGNS = 2
+SIGNIFICANT = 3.0
+STEADY = 0.5
+
+
+@dataclass(frozen=True)
+class Sign:
+    """A family of series and when it means trouble.
+
+    `worse` is +1 when growth is bad, -1 when a fall is. `least` is the smallest change that
+    counts: of the value itself for a fraction (`relative` False), else of its logarithm, so that
+    halving and doubling weigh the same. `share` of the family must have moved that far for the
+    sign to be present.
+    """
+
+    name: str
+    metric: str
+    subject: str
+    worse: int
+    least: float
+    relative: bool = True
+    parameters: str = ""
+    tokens: str | None = None
+    per_head: bool = False
+    share: float = 0.25
+
+
+SIGNS = (
+    Sign("features lose rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all"),
+    Sign("CLS token loses rank", "effective_rank", "feature", -1, np.log(1.25), tokens="cls"),
+    Sign("heads lose rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all",
+         per_head=True),
+    Sign("units go dormant", "dormant_fraction", "unit", 1, 0.1, relative=False,
+         parameters="tau=0.025"),
+    Sign("weights grow", "weight_magnitude", "weight", 1, np.log(1.5)),
+    Sign("attention collapses", "attention_entropy", "attention", -1, np.log(1.5), per_head=True),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Movement:
+    """One series from its first to its last checkpoint.
+
+    `error` is the standard error of last - first (None where it isn't known); `trend` Kendall's
+    tau of the values against time, in [-1, 1]; `size` how far it moved in the bad direction, in
+    the sign's own measure (negative: it got better).
+    """
+
+    component: str
+    block: int | None
+    head: int | None
+    first: float
+    last: float
+    error: float | None
+    trend: float
+    size: float
+
+    @property
+    def where(self) -> str:
+        """The place in words: "block 3 v head 2"."""
+        return place(self.component, self.block, self.head)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What became of one sign: its series by size (largest first), and whether it is present."""
+
+    sign: Sign
+    movements: tuple[Movement, ...]
+    moved: int
+    present: bool
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The findings for one run, over the checkpoints `first` to `last`."""
+
+    run: str
+    checkpoints: int
+    first: int
+    last: int
+    findings: tuple[Finding, ...]
+    verdict: str
+    unmeasured: tuple[tuple[str, int], ...]
+
+    @property
+    def present(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.present)
+
+
+def place(component: str, block: int | None, head: int | None) -> str:
+    """A component in words."""
+    parts = [] if block is None else [f"block {block}"]
+    parts.append(component)
+    return " ".join(parts if head is None else [*parts, f"head {head}"])
+
+
+def diagnose(table: pd.DataFrame) -> tuple[Diagnosis, ...]:
+    """One diagnosis a run of the table (as `plastiscope.read_tables` gives it)."""
+    return tuple(
+        _diagnose(str(name), frame)
+        for name, frame in table.groupby("run", observed=True, sort=False)
+    )
+
+
+def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
+    segment = frame["segment"].max()
+    joined = frame[frame["segment"] == segment]
+    steps = sorted(joined["step"].unique())
+    findings = tuple(f for f in (_find(sign, joined) for sign in SIGNS) if f.movements)
+    reasons = frame.loc[frame["status"] != "ok", "status"].astype(str).value_counts()
+    return Diagnosis(
+        run,
+        len(steps),
+        int(steps[0]),
+        int(steps[-1]),
+        findings,
+        _verdict(findings, len(steps)),
+        tuple((str(reason), int(count)) for reason, count in reasons.items()),
+    )
+
+
+def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:
+    findings = tuple(findings)
+    measured = {f.sign.subject for f in findings}
+    if checkpoints < ENOUGH_CHECKPOINTS:
+        return (
+            f"Not enough evidence: {checkpoints} comparable checkpoints, "
+            f"a trend needs {ENOUGH_CHECKPOINTS}."
+        )
+    if measured <= {"weight"}:
+        return "Not enough evidence: only weights were measured, no features or units."
+    present = [f.sign.name for f in findings if f.present]
+    if len(present) >= ENOUGH_SIGNS:
+        return f"Losing plasticity: {len(present)} of {len(findings)} signs: {', '.join(present)}."
+    if present:
+        return f"One sign of {len(findings)} alone: {present[0]}. Watch it; not a diagnosis."
+    return f"No sign of plasticity loss ({len(findings)} looked for)."
+
+
+def _find(sign: Sign, frame: pd.DataFrame) -> Finding:
+    series = [_movement(sign, group) for group in _series(sign, frame)]
+    movements = sorted((m for m in series if m is not None), key=lambda m: -m.size)
+    moved = sum(_counts(sign, m) for m in movements)
+    present = bool(movements) and moved >= max(1, sign.share * len(movements))
+    return Finding(sign, tuple(movements), moved, present)
+
+
+def _series(sign: Sign, frame: pd.DataFrame) -> Iterable[pd.DataFrame]:
+    chosen = frame[
+        (frame["metric"] == sign.metric)
+        & (frame["subject"] == sign.subject)
+        & (frame["parameters"] == sign.parameters)
+        & (frame["component"] != "network")
+        & (frame["head"].notna() == sign.per_head)
+    ]
+    if sign.tokens is not None:
+        chosen = chosen[chosen["tokens"] == sign.tokens]
+    for _, group in chosen.groupby(SERIES, observed=True, dropna=False, sort=False):
+        yield group.sort_values("step")
+
+
+def _movement(sign: Sign, group: pd.DataFrame) -> Movement | None:
+    known = group[group["value"].notna()]
+    if len(known) < 2:
+        return None
+    first, last = known.iloc[0], known.iloc[-1]
+    return Movement(
+        str(last["component"]),
+        None if pd.isna(last["block"]) else int(last["block"]),
+        None if pd.isna(last["head"]) else int(last["head"]),
+        float(first["value"]),
+        float(last["value"]),
+        _error(first["standard_error"], last["standard_error"]),
+        _kendall(known["value"].to_numpy()),
+        sign.worse * _change(sign, float(first["value"]), float(last["value"])),
+    )
+
+
+def _change(sign: Sign, first: float, last: float) -> float:
+    if not sign.relative:
+        return last - first
+    if first <= 0 or last <= 0:
+        return float(np.sign(last - first) * np.inf) if first != last else 0.0
+    return float(np.log(last / first))
+
+
+def _error(*errors: float) -> float | None:
+    return None if any(pd.isna(e) for e in errors) else float(np.hypot(*errors))
+
+
+def _kendall(values: np.ndarray) -> float:
+    """Kendall's tau against time: concordant minus discordant pairs over all pairs."""
+    i, j = np.triu_indices(len(values), 1)
+    return float(np.sign(values[j] - values[i]).mean())
+
+
+def _counts(sign: Sign, movement: Movement) -> bool:
+    """Whether a series moved far enough, surely enough and steadily enough."""
+    sure = (
+        movement.error is None
+        or abs(movement.last - movement.first) >= SIGNIFICANT * movement.error
+    )
+    return movement.size >= sign.least and sure and movement.trend * sign.worse >= STEADY

@@ -1,0 +1,129 @@
+"""One architecture of a run: its live model, its anatomy and its probe, or why there are none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import models, probe
+from .anatomy import effective_tensors, from_names, trace
+from .anatomy.parts import Anatomy
+from .checkpoints import State
+from .config import Settings
+from .errors import UsageError
+from .models.live import Live
+from .weigh import Read, cover
+
+
+def label(each: probe.Probe) -> str:
+    """A probe as it stands in every row: its name and fingerprint."""
+    return f"{each.name}@{each.fingerprint[:12]}"
+
+
+def signature(state: State) -> str:
+    """A name for the architecture: the tensors' names and shapes."""
+    text = "\n".join(f"{n} {i.shape}" for n, i in state.tensors.items())
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True)
+class Network:
+    """What is known of one architecture.
+
+    Without a live model, `anatomy` comes from the names alone and `missing` says why, and which
+    option supplies it. `announcements` are lines for the user.
+    """
+
+    anatomy: Anatomy
+    live: Live | None
+    probes: tuple[probe.Probe, ...]
+    missing: str | None
+    announcements: tuple[str, ...]
+    device: torch.device
+    allow_partial: bool
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        return self.live.assumptions if self.live else ()
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "anatomy": self.anatomy.source,
+            "model": self.live.source if self.live else None,
+            "assumptions": list(self.assumptions),
+            "missing": self.missing,
+            "announcements": list(self.announcements),
+        }
+
+    def stored_name(self, name: str) -> str:
+        """The checkpoint's name for a tensor of the anatomy."""
+        return self.live.stored.get(name, name) if self.live else name
+
+    def reader(self, state: State) -> Read:
+        """Reads an effective tensor of the state by the anatomy's name."""
+        effective = effective_tensors(state)
+        return lambda name: effective.read(self.stored_name(name))
+
+    def counted(self, state: State) -> Iterator[str]:
+        """The anatomy's names of all distinct weights: no buffers, no second name of a tied one."""
+        effective = effective_tensors(state)
+        for name in effective.names():
+            info = state.tensors.get(name)
+            if info is None or (info.kind == "weight" and info.alias_of is None):
+                yield name
+
+    def fill(self, state: State) -> None:
+        """Put a state's tensors into the live model."""
+        assert self.live is not None
+        models.load(self.live, state, allow_partial=self.allow_partial)
+
+
+def open_network(state: State, run_path: str | Path, settings: Settings) -> Network:
+    """Rebuild, fill and trace the network of a state, and find its probe.
+
+    When no model can be rebuilt, the weights alone are mapped by name and `missing` says what
+    would help. Raises UsageError for a model or probe that was asked for and doesn't fit.
+    """
+    device = _device(settings.device)
+    try:
+        live = models.build(state, settings.model, settings.assume)
+        report = models.load(live, state, allow_partial=settings.allow_partial)
+    except models.ModelError as error:
+        if settings.model is not None:
+            raise
+        return _weights_only(state, settings, device, str(error))
+    live.module.to(device)
+    probes = probe.find(
+        run_path, live.inputs, settings.probe, settings.probe_inputs, settings.seed
+    )
+    tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
+    anatomy = trace(live.module, live.forward, tiny)
+    weights = [n for n, _ in live.module.named_parameters()]
+    lines = [f"model: {live.source}", *(f"assumed: {a}" for a in live.assumptions)]
+    lines += [p.note for p in probes if p.note] + list(anatomy.notes)
+    return Network(
+        cover(anatomy, weights), live, probes, None, tuple(lines), device, settings.allow_partial
+    )
+
+
+def _weights_only(state: State, settings: Settings, device: torch.device, why: str) -> Network:
+    config = state.extras.get("config")
+    families = [Path(f) for f in settings.families]
+    anatomy = from_names(state, config if isinstance(config, dict) else None, families)
+    weights = [n for n, i in state.tensors.items() if i.kind == "weight" and i.alias_of is None]
+    lines = (f"weights only, no replay: {why}", *anatomy.notes)
+    return Network(cover(anatomy, weights), None, (), why, lines, device, False)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"--device {name} can't be used here: {error}".splitlines()[0]) from error
+    return device

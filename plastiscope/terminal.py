@@ -1,0 +1,157 @@
+"""What a person sees: progress, notes, the summary. Plain lines when the output is no terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from .diagnosis import Diagnosis, Finding, Movement, diagnose
+
+if TYPE_CHECKING:
+    from .analyze import Analysis
+
+
+class Terminal:
+    """Reports an analysis: notes and progress on standard error, the summary on standard output."""
+
+    def __init__(self, quiet: bool = False) -> None:
+        self.quiet = quiet
+        self.notes = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self.output = Console(quiet=quiet, highlight=False)
+        self.live = self.notes.is_terminal and not quiet
+        self.progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[at]}"),
+            TimeRemainingColumn(),
+            console=self.notes,
+            disable=not self.live,
+            transient=True,
+        )
+        self.task: TaskID | None = None
+        self.run, self.total, self.done = "", 0, 0
+
+    def __enter__(self) -> Terminal:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    def say(self, line: str) -> None:
+        self.notes.print(line, markup=False)
+
+    def start(self, run: str, total: int) -> None:
+        if self.task is not None:
+            self.progress.remove_task(self.task)
+        self.run, self.total, self.done = run, total, 0
+        self.task = self.progress.add_task(run, total=total, at="")
+
+    def advance(self, checkpoint: str, step: int, resumed: bool) -> None:
+        self.done += 1
+        if self.live and self.task is not None:
+            self.progress.update(self.task, advance=1, at=f"step {step} {checkpoint}")
+        elif not resumed:
+            self.say(f"{self.run}: {self.done}/{self.total} step {step} {checkpoint}")
+
+    def drawn(self, drawn: Sequence[Any]) -> None:
+        for figure in drawn:
+            if figure.note:
+                self.say(f"figure {figure.name}: {figure.note}")
+
+    def summarize(self, analysis: Analysis) -> None:
+        """The diagnosis of each run, then where the files are; fits 80 columns."""
+        runs = {a.run.name: a for a in analysis.runs}
+        for diagnosis in diagnose(analysis.table()):
+            print_diagnosis(self.output, diagnosis)
+            missing = runs[diagnosis.run].missing
+            if missing:
+                self.output.print(f"  Features, units and attention are missing: {missing}")
+        for line in analysis.failures:
+            self.output.print(f"not measured: {line}", markup=False, soft_wrap=True)
+        self.output.print(f"tables   {analysis.out / 'metrics'}", markup=False, soft_wrap=True)
+        figures = analysis.out / "figures"
+        if figures.exists():
+            self.output.print(f"figures  {figures}", markup=False, soft_wrap=True)
+
+
+def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
+    """The verdict and, for each sign, the two places that moved most."""
+    console.print()
+    console.print(
+        f"[bold]{diagnosis.run}[/]  {diagnosis.checkpoints} checkpoints, "
+        f"steps {diagnosis.first} to {diagnosis.last}"
+    )
+    console.print(f"[bold]{diagnosis.verdict}[/]")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading, justify in (
+        ("sign", "left"), ("moved", "right"), ("most in", "left"),
+        ("first", "right"), ("last", "right"), ("change", "right"),
+    ):  # fmt: skip
+        table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
+    for finding in diagnosis.findings:
+        _add_finding(table, finding)
+    console.print(table)
+    left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
+    if left_out:
+        console.print(f"[dim]no value: {', '.join(left_out)} rows[/]")
+    console.print()
+
+
+def _add_finding(table: Table, finding: Finding) -> None:
+    sign = f"[red]{finding.sign.name}[/]" if finding.present else finding.sign.name
+    moved = f"{finding.moved}/{len(finding.movements)}"
+    for position, movement in enumerate(finding.movements[:2]):
+        head = (sign, moved) if position == 0 else ("", "")
+        percent = not finding.sign.relative
+        table.add_row(
+            *head,
+            movement.where,
+            _number(movement.first, percent),
+            _number(movement.last, percent),
+            _change(movement, percent),
+        )
+
+
+def _number(value: float, percent: bool) -> str:
+    return f"{100 * value:.0f} %" if percent else f"{value:.3g}"
+
+
+def _change(movement: Movement, percent: bool) -> str:
+    if percent:
+        return f"{100 * (movement.last - movement.first):+.0f} pts"
+    if movement.first <= 0 or not math.isfinite(movement.size):
+        return ""
+    ratio = movement.last / movement.first
+    return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"
+
+
+def print_explanation(metric: str | None) -> None:
+    """One metric's explanation, or the list of all."""
+    from .metrics import METRICS, explain
+
+    console = Console(highlight=False)
+    if metric is None:
+        table = Table(box=None, pad_edge=False)
+        table.add_column("metric", no_wrap=True)
+        table.add_column("what")
+        for each in METRICS:
+            table.add_row(each.name, explain(each.name).summary)
+        console.print(table)
+        return
+    console.print(str(explain(metric)), markup=False)
+
+
