@@ -238,7 +238,11 @@ class _Session:
         started = time.perf_counter()
         state = checkpoint.open()
         network = self._network(state)
-        rows = list(self._rows(position, state, network))
+        segments = self._segments(position, network)
+        rows = [
+            replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
+            for row in self._rows(position, state, network)
+        ]
         if not rows:
             raise NotEnoughEvidenceError(
                 f"{self.run.name}/{checkpoint.name}: nothing to measure: {len(state.tensors)} "
@@ -263,6 +267,23 @@ class _Session:
             "seconds": round(time.perf_counter() - started, 3),
         }
         store.write(file, rows, common, key, facts)
+
+    def _segments(
+        self, position: int, network: Network
+    ) -> dict[tuple[str | None, int | None], int]:
+        """How many breaks lie before each component's values; (None, None) for all others."""
+        before = [
+            self.broken[c.name]
+            for c in self.run.checkpoints[: position + 1]
+            if c.name in self.broken
+        ]
+        whole = sum(not b.tensors for b in before)
+        segments: dict[tuple[str | None, int | None], int] = {(None, None): whole}
+        for component in network.anatomy.components:
+            tensors = {network.stored_name(m.tensor) for m in component.weights}
+            own = sum(bool(tensors & set(b.tensors)) for b in before)
+            segments[component.name, component.block] = whole + own
+        return segments
 
     def _network(self, state: State) -> Network:
         """The network for a state, opened once for each architecture in the run."""

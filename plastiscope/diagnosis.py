@@ -121,8 +121,9 @@ def diagnose(table: pd.DataFrame) -> tuple[Diagnosis, ...]:
 
 
 def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
-    segment = frame["segment"].max()
-    joined = frame[frame["segment"] == segment]
+    # What the last checkpoint's least broken series still joins is the stretch to judge.
+    latest = frame["step"] == frame["step"].max()
+    joined = frame[frame["segment"] >= frame.loc[latest, "segment"].min()]
     steps = sorted(joined["step"].unique())
     findings = tuple(f for f in (_find(sign, joined) for sign in SIGNS) if f.movements)
     reasons = frame.loc[frame["status"] != "ok", "status"].astype(str).value_counts()
@@ -178,7 +179,7 @@ def _series(sign: Sign, frame: pd.DataFrame) -> Iterable[pd.DataFrame]:
 
 
 def _movement(sign: Sign, group: pd.DataFrame) -> Movement | None:
-    known = group[group["value"].notna()]
+    known = group[group["value"].notna() & (group["segment"] == group["segment"].iloc[-1])]
     if len(known) < 2:
         return None
     first, last = known.iloc[0], known.iloc[-1]

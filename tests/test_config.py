@@ -1,0 +1,49 @@
+"""Settings from a file and the command line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plastiscope.config import Settings, read_settings
+from plastiscope.errors import UsageError
+
+
+def test_no_file_gives_the_defaults(tmp_path: Path) -> None:
+    assert read_settings(tmp_path) == Settings()
+
+
+def test_options_win_over_the_file(tmp_path: Path) -> None:
+    (tmp_path / "plastiscope.toml").write_text('out = "there"\nfolds = 4\nonly = ["loss"]\n')
+    settings = read_settings(tmp_path, folds=6, probe=None)
+    assert (settings.out, settings.folds, settings.only) == (Path("there"), 6, ("loss",))
+
+
+def test_pyproject_is_read_too(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.plastiscope]\nprobe-rows = 128\n")
+    assert read_settings(tmp_path).probe_rows == 128
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("probe_row = 3", "did you mean 'probe_rows'"),
+        ("folds = 'x'", "takes a value of type int"),
+        ("folds = true", "takes a value of type int"),
+        ("folds = 1", "folds must be at least 2"),
+        ("only = [1]", "list of strings"),
+        ("probe = 3", "takes a string"),
+        ("folds =", "isn't valid TOML"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "plastiscope.toml").write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        read_settings(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_the_gate_has_its_own_table(tmp_path: Path) -> None:
+    (tmp_path / "plastiscope.toml").write_text("[check]\nanything = 1\n")
+    assert read_settings(tmp_path) == Settings()
