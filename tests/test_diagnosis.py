@@ -1,0 +1,113 @@
+"""The verdict: planted movements are found, healthy and thin runs aren't blamed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from plastiscope import store
+from plastiscope.diagnosis import Diagnosis, diagnose
+from plastiscope.store import Row
+
+STEADY = [10.0, 10.1, 9.9, 10.05, 9.95, 10.0]
+FALLING = [10.0, 8.0, 6.0, 5.0, 4.0, 3.0]
+
+
+def rank(values: Sequence[float], block: int = 0, error: float | None = 0.1) -> list[Row]:
+    return [
+        Row("effective_rank", "feature", v, "fc1", block, tokens="all", standard_error=error)
+        for v in values
+    ]
+
+
+def weights(values: Sequence[float]) -> list[Row]:
+    return [Row("weight_magnitude", "weight", v, "fc1", 0) for v in values]
+
+
+def dormant(values: Sequence[float]) -> list[Row]:
+    return [
+        Row("dormant_fraction", "unit", v, "activation", 0, tokens="all",
+            parameters="tau=0.025", standard_error=0.01)
+        for v in values
+    ]  # fmt: skip
+
+
+def table(out: Path, *series: list[Row]) -> pd.DataFrame:
+    for step, rows in enumerate(zip(*series, strict=True)):
+        shared = {"run": "r", "checkpoint": f"c{step}", "step": step, "task": None}
+        shared |= {"branch": "raw", "checkpoint_fingerprint": str(step)}
+        store.write(store.checkpoint_file(out, "r", f"c{step}"), rows, shared, "k", {})
+    return store.read(out)
+
+
+def only(frame: pd.DataFrame) -> Diagnosis:
+    (diagnosis,) = diagnose(frame)
+    return diagnosis
+
+
+def test_agreeing_signs_are_a_diagnosis(tmp_path: Path) -> None:
+    found = only(table(tmp_path, rank(FALLING), weights([1, 1.3, 1.7, 2.1, 2.6, 3.0])))
+    assert [f.sign.name for f in found.present] == ["features lose rank", "weights grow"]
+    assert found.verdict.startswith("Losing plasticity: 2 of 2 signs")
+    top = found.findings[0].movements[0]
+    assert (top.where, top.first, top.last) == ("block 0 fc1", 10.0, 3.0)
+    assert top.error == pytest.approx(0.1 * 2**0.5)
+    assert top.trend == -1.0
+
+
+def test_a_healthy_run_shows_no_sign(tmp_path: Path) -> None:
+    found = only(table(tmp_path, rank(STEADY), weights(STEADY), dormant([0.0] * 6)))
+    assert found.present == ()
+    assert found.verdict == "No sign of plasticity loss (3 looked for)."
+
+
+def test_one_sign_alone_is_not_a_diagnosis(tmp_path: Path) -> None:
+    found = only(table(tmp_path, rank(STEADY), weights([1, 1.3, 1.7, 2.1, 2.6, 3.0])))
+    assert found.verdict.startswith("One sign of 2 alone: weights grow")
+
+
+def test_shrinking_weights_and_rising_rank_are_not_signs(tmp_path: Path) -> None:
+    found = only(table(tmp_path, rank(FALLING[::-1]), weights(FALLING)))
+    assert found.present == ()
+    assert [f.movements[0].size < 0 for f in found.findings] == [True, True]
+
+
+def test_a_fall_within_its_error_does_not_count(tmp_path: Path) -> None:
+    assert only(table(tmp_path, rank(FALLING, error=2.0))).present == ()
+    assert len(only(table(tmp_path / "b", rank(FALLING, error=1.0))).present) == 1
+
+
+def test_a_single_bad_last_value_is_not_a_trend(tmp_path: Path) -> None:
+    late = [10.0, 10.2, 10.4, 10.6, 10.8, 3.0]
+    assert only(table(tmp_path, rank(late))).present == ()
+
+
+def test_units_that_die_are_counted_in_points(tmp_path: Path) -> None:
+    found = only(table(tmp_path, dormant([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])))
+    assert found.findings[0].movements[0].size == pytest.approx(0.5)
+
+
+def test_too_few_checkpoints_is_not_enough_evidence(tmp_path: Path) -> None:
+    found = only(table(tmp_path, rank(FALLING[:3])))
+    assert found.verdict.startswith("Not enough evidence: 3 comparable checkpoints")
+
+
+def test_weights_alone_are_not_enough_evidence(tmp_path: Path) -> None:
+    found = only(table(tmp_path, weights([1, 2, 3, 4, 5, 6])))
+    assert found.verdict.startswith("Not enough evidence: only weights")
+
+
+def test_nothing_is_compared_across_a_break(tmp_path: Path) -> None:
+    rows = rank([90.0, 80.0, *STEADY])
+    broken = [r if i < 2 else Row(**{**vars(r), "segment": 1}) for i, r in enumerate(rows)]
+    found = only(table(tmp_path, broken))
+    assert (found.checkpoints, found.first) == (6, 2)
+    assert found.findings[0].movements[0].first == 10.0
+
+
+def test_a_null_is_counted_with_its_reason(tmp_path: Path) -> None:
+    null = [Row("effective_rank", "weight", None, "fc2", 0, status="non_finite")] * 6
+    assert only(table(tmp_path, rank(STEADY), null)).unmeasured == (("non_finite", 6),)
