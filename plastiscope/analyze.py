@@ -154,9 +154,7 @@ def _analyze_run(
         session.measure(position, checkpoint)
     missing = next((n.missing for n in session.networks.values() if n.missing), None)
     assumed = tuple(dict.fromkeys(a for n in session.networks.values() for a in n.assumptions))
-    return Analyzed(
-        run, tuple(session.files), session.measured, session.failed, assumed, missing
-    )
+    return Analyzed(run, tuple(session.files), session.measured, session.failed, assumed, missing)
 
 
 def refuse_mixing(out: Path, run: Run) -> None:
@@ -301,7 +299,9 @@ class _Session:
         yield from weigh(network.anatomy, read, self.chosen, self._readers(position, network))
         for name in network.counted(state):
             totals.add(read(name))
-        yield from metrics.measure(totals.finish(), metrics.Place("network", None, "weight"), self.chosen)
+        yield from metrics.measure(
+            totals.finish(), metrics.Place("network", None, "weight"), self.chosen
+        )
         if network.live is None:
             return
         network.fill(state)

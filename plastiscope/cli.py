@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .errors import NOT_ENOUGH_EVIDENCE, UNREADABLE, USAGE, PlastiscopeError, UsageError
+from .errors import UNREADABLE, PlastiscopeError, UsageError, unknown
 
 app = typer.Typer(
     name="plastiscope",
@@ -92,9 +93,7 @@ def analyze(
     ] = None,
     extra: Annotated[
         str | None,
-        typer.Option(
-            "--with", help="Measure these too.", metavar="A,B", rich_help_panel=MEASURE
-        ),
+        typer.Option("--with", help="Measure these too.", metavar="A,B", rich_help_panel=MEASURE),
     ] = None,
     probe_rows: Annotated[
         int | None,
@@ -110,9 +109,7 @@ def analyze(
         int | None,
         typer.Option(help="Inputs replayed at once. [default: 32]", rich_help_panel=REPLAY),
     ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="[default: 0]", rich_help_panel=MEASURE)
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="[default: 0]", rich_help_panel=MEASURE)] = None,
     family: Annotated[
         list[str] | None,
         typer.Option(help="A further table of tensor names. Repeatable.", rich_help_panel=REPLAY),
@@ -207,6 +204,70 @@ def _draw(out: Path, names: list[str]) -> list[Any]:
 
 
 @app.command()
+def inspect(
+    runs: Runs,
+    model: Annotated[str | None, typer.Option(help="As for analyze.")] = None,
+    assume: Annotated[list[str] | None, typer.Option(metavar="KEY=VALUE")] = None,
+    probe: Annotated[str | None, typer.Option(help="As for analyze.")] = None,
+    weights: Annotated[str | None, typer.Option(help="raw or ema.")] = None,
+    prefix: Annotated[str | None, typer.Option(help="Only the tensors below this name.")] = None,
+    base: Annotated[str | None, typer.Option(help="The base of an adapter.")] = None,
+    family: Annotated[list[str] | None, typer.Option(help="A table of tensor names.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Rebuild attention from the mapped parts and compare.")
+    ] = False,
+    format: Annotated[str, typer.Option(help="text or json.")] = "text",
+) -> None:
+    """Show what is there, before anything is measured: checkpoints, model, every tensor's place."""
+    from .config import read_settings
+
+    if format not in ("text", "json"):
+        raise unknown("format", format, ("text", "json"))
+    settings = read_settings(
+        model=model, assume=_pairs(assume), probe=probe, weights=weights, prefix=prefix,
+        base=base, families=_tuple(family),
+    )  # fmt: skip
+    from .inspection import inspect as describe
+
+    found = describe(runs, settings, verify)
+    if format == "json":
+        print(json.dumps(found, indent=2, allow_nan=False))
+    else:
+        from .terminal import print_inspection
+
+        print_inspection(found)
+    if any(s["unreadable"] for run in found["runs"] for s in run["skipped"]):
+        raise typer.Exit(UNREADABLE)
+
+
+@app.command()
+def figures(
+    outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="Where to draw. [default: OUT/figures]")
+    ] = None,
+    figure: Annotated[list[str] | None, typer.Option(help="Only this figure. Repeatable.")] = None,
+    metric: Annotated[str | None, typer.Option(help="Instead of the figure's own.")] = None,
+    block: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    format: Annotated[str, typer.Option(help="png, pdf, svg.", metavar="A,B")] = "png,pdf,svg",
+    style: Annotated[str, typer.Option(help="paper, slide, dark or a style file.")] = "paper",
+) -> None:
+    """Draw again from the tables: choose figures, metric, blocks, formats, style."""
+    from . import figures as drawing
+    from . import store
+
+    table = store.read(outs)
+    for name, frame in table.groupby("run", observed=True, sort=False):
+        folder = (to or outs[0] / "figures") / str(name)
+        drawn = drawing.draw(
+            frame, folder, names=_tuple(figure), formats=_names(format), style=style,
+            metric=metric, block=block,
+        )  # fmt: skip
+        for each in drawn:
+            print(f"{each.name}: {each.note or ', '.join(str(f) for f in each.files)}")
+
+
+@app.command()
 def explain(
     metric: Annotated[str | None, typer.Argument(help="A metric; all when left out.")] = None,
 ) -> None:
@@ -231,6 +292,3 @@ def _names(option: str | None) -> tuple[str, ...] | None:
 
 def _tuple(option: list[str] | None) -> tuple[str, ...] | None:
     return tuple(option) if option else None
-
-
-__all__ = ["NOT_ENOUGH_EVIDENCE", "USAGE", "app", "main"]

@@ -58,7 +58,12 @@ class Settings:
     figures: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in {"folds": 2, "probe_inputs": 2, "probe_rows": 2, "batch_size": 1}.items():
+        for name, least in {
+            "folds": 2,
+            "probe_inputs": 2,
+            "probe_rows": 2,
+            "batch_size": 1,
+        }.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.every < 1:

@@ -98,9 +98,7 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
             raise
         return _weights_only(state, settings, device, str(error))
     live.module.to(device)
-    probes = probe.find(
-        run_path, live.inputs, settings.probe, settings.probe_inputs, settings.seed
-    )
+    probes = probe.find(run_path, live.inputs, settings.probe, settings.probe_inputs, settings.seed)
     tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
     anatomy = trace(live.module, live.forward, tiny)
     weights = [n for n, _ in live.module.named_parameters()]

@@ -152,9 +152,7 @@ class replacing:  # noqa: N801
 
     def __enter__(self) -> Path:
         self.file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(
-            prefix=".", suffix=self.file.suffix, dir=self.file.parent
-        )
+        handle, name = tempfile.mkstemp(prefix=".", suffix=self.file.suffix, dir=self.file.parent)
         os.close(handle)
         self.partial = Path(name)
         return self.partial

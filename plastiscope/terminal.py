@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -139,6 +139,74 @@ def _change(movement: Movement, percent: bool) -> str:
     return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"
 
 
+def print_inspection(found: dict[str, Any]) -> None:
+    """Runs, checkpoints in order, what was skipped, the model and its parts."""
+    console = Console(highlight=False)
+    for run in found["runs"]:
+        console.print(f"[bold]{run['name']}[/]  {len(run['checkpoints'])} checkpoints", end="\n\n")
+        console.print(_checkpoints(run["checkpoints"]))
+        for title, lines in _remarks(run):
+            console.print(f"\n[bold]{title}[/]")
+            for line in lines:
+                console.print(f"  {line}", markup=False)
+        for network in run["architectures"].values():
+            _print_network(console, network)
+
+
+def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
+    table = _table("step", "checkpoint", "format", "dtype", "parameters", "size", "step from")
+    for c in checkpoints:
+        table.add_row(
+            str(c["step"]),
+            c["name"],
+            c["format"] if c["branch"] == "raw" else f"{c['format']} ({c['branch']})",
+            ", ".join(c["dtypes"]),
+            f"{c['parameters']:,}",
+            f"{c['bytes'] / 1e6:.2f} MB",
+            c["step_source"],
+        )
+    return table
+
+
+def _remarks(run: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    notes = [*run["notes"], *(f"{c['name']}: {n}" for c in run["checkpoints"] for n in c["notes"])]
+    breaks = [f"{b['checkpoint']}: {b['reason']}" for b in run["breaks"]]
+    skipped = [f"{s['name']}: {s['reason']}" for s in run["skipped"]]
+    for title, lines in (("notes", notes), ("breaks", breaks), ("skipped", skipped)):
+        if lines:
+            yield title, lines
+
+
+def _print_network(console: Console, network: dict[str, Any]) -> None:
+    model = network["model"] or f"no live model: {network['missing']}"
+    console.print(f"\n[bold]model[/]  {model}", soft_wrap=True)
+    for line in network["assumptions"]:
+        console.print(f"  assumed: {line}", markup=False, soft_wrap=True)
+    for probe in network["probes"]:
+        console.print(f"  probe: {probe['source']}, {probe['inputs']} inputs", markup=False)
+    table = _table("block", "component", "heads", "replayed", "tensors")
+    for c in network["components"]:
+        block = "" if c["block"] is None else str(c["block"])
+        replayed = "yes" if c["replayed"] else "no"
+        table.add_row(block, c["component"], str(c["heads"] or ""), replayed, *c["tensors"][:1])
+    console.print(table)
+    for name, tensors in (("buffers", network["buffers"]), ("no data", network["no_data"])):
+        if tensors:
+            console.print(f"{name}: {', '.join(tensors)}", markup=False)
+    for name, other in network["tied"].items():
+        console.print(f"tied: {name} is {other}", markup=False)
+    for proof in network["proofs"] or ():
+        verdict = "proved" if proof["ok"] else "REFUSED"
+        console.print(f"block {proof['block']}: {verdict}, largest error {proof['error']:.1e}")
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    return table
+
+
 def print_explanation(metric: str | None) -> None:
     """One metric's explanation, or the list of all."""
     from .metrics import METRICS, explain
@@ -153,5 +221,3 @@ def print_explanation(metric: str | None) -> None:
         console.print(table)
         return
     console.print(str(explain(metric)), markup=False)
-
-

@@ -68,9 +68,7 @@ def _rows(
     heads: int | None,
 ) -> list[Row]:
     cut = _cut(matrices, read, component.offset_gain, stacked=heads is not None)
-    place = Place(
-        component.name, component.block, "weight", heads=heads, tensor=matrices[0].tensor
-    )
+    place = Place(component.name, component.block, "weight", heads=heads, tensor=matrices[0].tensor)
     weight = Weight.of(
         cut,
         previous=_cut_earlier(matrices, earlier.previous, component, heads),
