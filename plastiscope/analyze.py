@@ -16,7 +16,7 @@ import torch
 from . import checkpoints, metrics, probe, store
 from .checkpoints import Checkpoint, Run, State
 from .config import Settings
-from .errors import NotEnoughEvidenceError, PlastiscopeError, UnreadableError, UsageError
+from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
 from .network import Network, label, open_network, signature
 from .replay import Replay, Sampling
 from .weigh import Earlier, Read, weigh
@@ -311,9 +311,10 @@ class _Session:
     def _readers(self, position: int, network: Network) -> Earlier:
         if not self.chosen & metrics.DIFFERENCES:
             return Earlier()
-        readers: list[Read | None] = []
-        for checkpoint in self._earlier(position):
-            readers.append(None if checkpoint is None else network.reader(checkpoint.open()))
+        readers: list[Read | None] = [
+            None if checkpoint is None else network.reader(checkpoint.open())
+            for checkpoint in self._earlier(position)
+        ]
         return Earlier(*readers)
 
     def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:

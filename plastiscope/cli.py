@@ -1,4 +1,4 @@
-"""The command line: a few lines a command. Alone imports typer and rich; torch only when measuring."""
+"""The command line: a few lines a command. Torch is imported only where something is measured."""
 
 from __future__ import annotations
 

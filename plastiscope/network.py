@@ -92,7 +92,7 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
     device = _device(settings.device)
     try:
         live = models.build(state, settings.model, settings.assume)
-        report = models.load(live, state, allow_partial=settings.allow_partial)
+        models.load(live, state, allow_partial=settings.allow_partial)
     except models.ModelError as error:
         if settings.model is not None:
             raise

@@ -63,7 +63,8 @@ class Replay:
     def run(self, live: Live, batch: Batch, device: torch.device) -> None:
         """Replay the whole batch; raises when a component that should be seen wasn't."""
         with torch.no_grad(), self._watch(live) as recorder:
-            for self._chunk, part in self._chunks(batch, device):
+            for chunk, part in self._chunks(batch, device):
+                self._chunk = chunk
                 logits = live.forward(part)
                 recorder.check()
                 self._before.clear()

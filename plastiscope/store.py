@@ -86,9 +86,6 @@ SCHEMA = pa.schema(
         ("checkpoint_fingerprint", _TEXT),
     ]
 )
-IDENTITY = (
-    "run checkpoint branch block component head tokens subject metric parameters index probe"
-).split()
 
 
 def content_key(**parts: Any) -> str:
