@@ -1,0 +1,148 @@
+"""Draw figures to files: the pictures and, beside each, its numbers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pandas as pd
+
+from ..errors import NotEnoughEvidenceError, UsageError, unknown
+from ..store import replacing
+from .components import component_rank, component_rank_grid, component_stable_rank, weight_magnitude
+from .delta import delta_heatmap, delta_heatmap_blocks
+from .depth import cls_rank
+from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
+from .kind import Blocks, Kind, Names, Steps, choose
+from .selection import Choice
+from .style import FORMATS, Look, look, save
+from .units import units
+
+FIGURES: tuple[Kind, ...] = (
+    delta_heatmap,
+    delta_heatmap_blocks,
+    component_rank,
+    component_stable_rank,
+    component_rank_grid,
+    weight_magnitude,
+    head_rank,
+    head_rank_map,
+    head_magnitude,
+    head_magnitude_map,
+    cls_rank,
+    units,
+)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A figure that was drawn, or the reason (`note`) why there was nothing to draw."""
+
+    name: str
+    files: tuple[Path, ...]
+    note: str = ""
+
+
+def draw(
+    table: pd.DataFrame,
+    out_dir: Path,
+    names: Sequence[str] | None = None,
+    formats: Sequence[str] = ("png", "pdf", "svg"),
+    style: str | Path | Look = "paper",
+    metric: str | None = None,
+    block: Blocks = None,
+    head: Blocks = None,
+    component: Names = None,
+    steps: Steps = None,
+    groups: Mapping[str, Sequence[str]] | None = None,
+    x: str = "step",
+    tokens_per_step: float | None = None,
+    parameters: str | None = None,
+    probe: str | None = None,
+    subject: str | None = None,
+) -> list[Drawn]:
+    """Draw the named figures (all by default) of the table into `out_dir`.
+
+    Each is written once a format, with its numbers as CSV beside it. A figure that the table has
+    no data for comes back without files and with a note. With `metric`, only the figures that can
+    show any metric are drawn.
+
+    Raises UsageError for an unknown figure, format, style, run of a group, or x axis.
+    """
+    kinds, of = _named(names, metric), look(style)
+    for kind in formats:
+        if kind not in FORMATS:
+            raise unknown("format", kind, FORMATS)
+    choice = choose(
+        metric,
+        block,
+        head,
+        component,
+        steps,
+        groups,
+        x,
+        tokens_per_step,
+        parameters,
+        probe,
+        subject,
+    )
+    _check(table, choice)
+    return [_draw(table, out_dir, kind, choice, formats, of) for kind in kinds]
+
+
+def _named(names: Sequence[str] | None, metric: str | None) -> list[Kind]:
+    known = {kind.name: kind for kind in FIGURES}
+    for name in names or ():
+        if name not in known:
+            raise unknown("figure", name, known)
+    kinds = [known[name] for name in names] if names else list(FIGURES)
+    if metric is None:
+        return kinds
+    fixed = [kind.name for kind in kinds if not kind.takes_metric]
+    if names and fixed:
+        raise UsageError(f"{', '.join(fixed)} shows its own metrics: leave out the metric")
+    return [kind for kind in kinds if kind.takes_metric]
+
+
+def _check(table: pd.DataFrame, choice: Choice) -> None:
+    """Names that the table doesn't have are mistakes, not missing data."""
+    for kind, column, asked in (
+        ("metric", "metric", [choice.metric] if choice.metric else []),
+        ("component", "component", list(choice.components)),
+    ):
+        present = {str(name) for name in table[column].dropna().unique()}
+        for name in asked:
+            if name not in present:
+                raise unknown(kind, name, present)
+
+
+def _draw(
+    table: pd.DataFrame, out: Path, kind: Kind, choice: Choice, formats: Sequence[str], of: Look
+) -> Drawn:
+    try:
+        data = kind.data(table, choice)
+    except NotEnoughEvidenceError as error:
+        return Drawn(kind.name, (), f"no data: {error}")
+    figure = kind.draw(data, choice, of)
+    stem = out / _stem(kind.name, choice)
+    files = [save(figure, stem.with_name(f"{stem.name}.{ending}"), of) for ending in formats]
+    return Drawn(kind.name, (*files, _write_csv(data, stem.with_name(f"{stem.name}.csv"))))
+
+
+def _stem(name: str, choice: Choice) -> str:
+    """A file name that tells the choices apart."""
+    parts = [name, choice.metric or "", *choice.components]
+    parts += [f"block-{block}" for block in choice.blocks]
+    parts += [f"head-{head}" for head in choice.heads]
+    parts += [part for part in (choice.parameters, choice.subject) if part]
+    plain = re.sub(r"[^A-Za-z0-9.=+-]+", "-", "-".join(part for part in parts if part))
+    return plain[:120]
+
+
+def _write_csv(data: pd.DataFrame, file: Path) -> Path:
+    kept = data.dropna(axis="columns", how="all")
+    with replacing(file) as partial:
+        kept.to_csv(partial, index=False)
+    return file

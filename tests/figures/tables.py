@@ -1,0 +1,128 @@
+"""Made-up tables with known numbers, written and read through the store like real ones."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from plastiscope.store import Row, checkpoint_file, read, write
+
+BLOCK = ["norm1", "attention_output", "residual1", "norm2", "fc1", "activation", "fc2", "residual2"]
+
+
+def features(rng, tokens, block, names, steps):
+    return [
+        Row("effective_rank", "feature", 40 - 2.0 * steps + rng.random(), name, block,
+            tokens=tokens, standard_error=0.5, maximum=64.0)
+        for name in names
+    ]  # fmt: skip
+
+
+def transformer(step, seed=0, blocks=4, heads=4, cls=True):
+    rng = np.random.default_rng([seed, step])
+    rows = []
+    for name in ("embedding", "final_norm", "head"):
+        rows += features(rng, "all", None, [name], step)
+        rows += features(rng, "cls", None, [name], step) if cls else []
+    for block in range(blocks):
+        rows += features(rng, "all", block, BLOCK, step * (block + 1) / blocks)
+        rows += features(rng, "cls", block, BLOCK, step * (block + 1) / blocks) if cls else []
+        for name in BLOCK:
+            rows.append(Row("stable_rank", "feature", 3 + rng.random(), name, block, tokens="all"))
+        for name in ("q", "k", "v", "attention_output", "fc1", "fc2"):
+            for metric, value in (
+                ("weight_magnitude", 0.02 + 0.002 * step),
+                ("effective_rank", 50 - step),
+            ):
+                rows.append(
+                    Row(metric, "weight", value + 0.001 * block + 0.01 * rng.random(), name, block)
+                )
+        for name in "qkv":
+            for head in range(heads):
+                rows.append(
+                    Row(
+                        "effective_rank",
+                        "feature",
+                        9 - 0.3 * step + rng.random(),
+                        name,
+                        block,
+                        head,
+                        "all",
+                    )
+                )
+                rows.append(
+                    Row(
+                        "effective_rank",
+                        "weight",
+                        14 - 0.3 * step + rng.random(),
+                        name,
+                        block,
+                        head,
+                    )
+                )
+                rows.append(
+                    Row(
+                        "weight_magnitude",
+                        "weight",
+                        0.02 + 0.003 * step + 0.01 * rng.random(),
+                        name,
+                        block,
+                        head,
+                    )
+                )
+        for tau, value in (("0", 0.01), ("0.01", 0.05), ("0.025", 0.1), ("0.1", 0.2)):
+            rows.append(
+                Row(
+                    "dormant_fraction",
+                    "unit",
+                    value + 0.02 * step * block / blocks,
+                    "activation",
+                    block,
+                    tokens="all",
+                    parameters=f"tau={tau}",
+                )
+            )
+        rows.append(
+            Row("active_fraction", "unit", 0.5 - 0.02 * step, "activation", block, tokens="all")
+        )
+    return rows
+
+
+def layers(step, seed=0, count=3, kind="fc"):
+    rng = np.random.default_rng([seed, step, 7])
+    rows = []
+    for block in range(count):
+        for name in (kind, "activation"):
+            rows += features(rng, "all", block, [name], step)
+        rows.append(
+            Row("weight_magnitude", "weight", 0.02 * (block + 1) + 0.002 * step, kind, block)
+        )
+        rows.append(Row("effective_rank", "weight", 50 - step * block, kind, block))
+        rows.append(
+            Row(
+                "dormant_fraction", "unit", 0.03 * step, "activation", block, parameters="tau=0.025"
+            )
+        )
+        rows.append(Row("active_fraction", "unit", 0.5 - 0.03 * step, "activation", block))
+    rows += features(rng, "all", None, ["head"], step)
+    return rows
+
+
+def table(
+    out: Path, make=transformer, run="vit", points=8, every=1000, change=None, **options
+) -> pd.DataFrame:
+    """A run of `points` checkpoints, through files; `change(point, rows)` may edit the rows."""
+    for point in range(points):
+        rows = make(point, **options)
+        rows = change(point, rows) if change else rows
+        common = {
+            "run": run,
+            "checkpoint": f"checkpoint-{point * every:06d}",
+            "step": point * every,
+            "task": point,
+        }
+        common |= {"branch": None, "probe": "digits", "checkpoint_fingerprint": str(point)}
+        write(checkpoint_file(out, run, common["checkpoint"]), rows, common, "key", {})
+    return read(out)
