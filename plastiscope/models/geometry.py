@@ -5,6 +5,7 @@ Tensors don't hold strides, paddings and poolings; the first linear layer holds 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -237,5 +238,8 @@ def _sizes(
             f"the input is said to be {'x'.join(map(str, shape))}, but the first convolution "
             f"takes {channels} channels: correct it with --assume input={channels}x32x32"
         )
-    spatial = shape[-2:] if len(shape) > 1 else shape * 2
-    return channels, ((spatial[0], spatial[1]),)
+    if len(shape) > 1:
+        return channels, ((shape[-2], shape[-1]),)
+    side = math.isqrt(shape[0] // channels)
+    squares = [(side, side)] if side * side * channels == shape[0] else []
+    return channels, (*squares, (shape[0], shape[0]))

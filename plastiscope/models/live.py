@@ -26,7 +26,9 @@ class Inputs:
     tokens, the number of ids.
 
     `longest` is the length of the position table, None when there's no limit; `mean` and `std`
-    normalise each image channel after scaling to 0..1, None when the model doesn't say.
+    normalise each image channel after scaling to 0..1, None when the model doesn't say. `resizable`
+    images may have another height and width. `classes` counts the outputs, None when unknown;
+    `causal` outputs predict the next token.
     """
 
     kind: str
@@ -35,6 +37,9 @@ class Inputs:
     longest: int | None = None
     mean: tuple[float, ...] | None = None
     std: tuple[float, ...] | None = None
+    resizable: bool = False
+    classes: int | None = None
+    causal: bool = False
 
 
 @dataclass(frozen=True)
