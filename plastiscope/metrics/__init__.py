@@ -1,0 +1,114 @@
+"""Every metric, by name; what is measured of an observation; what a metric means, in words.
+
+Importing this package needs neither torch nor pandas: `explain` answers at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..errors import unknown
+from . import attention, features, outputs, spectral, units, weights
+from .definition import Explanation, Metric, explanation
+from .measurement import Place, jackknife, measure_with
+from .totals import unit_totals, weight_totals
+
+if TYPE_CHECKING:
+    from ..observations import Magnitude, Units, Weight
+    from ..store import Row
+
+METRICS: tuple[Metric, ...] = (
+    spectral.effective_rank,
+    spectral.effective_rank_centered,
+    spectral.effective_rank_squared,
+    spectral.srank,
+    spectral.approximate_rank,
+    spectral.stable_rank,
+    spectral.participation_ratio,
+    spectral.numerical_rank,
+    spectral.condition_number,
+    spectral.spectral_norm,
+    spectral.frobenius_norm,
+    weights.weight_magnitude,
+    weights.weight_rms,
+    weights.weight_l2,
+    weights.weight_change,
+    weights.weight_drift,
+    weights.gram_deviation,
+    weights.gram_deviation_normalized,
+    weights.squared_singular_value,
+    features.feature_norm,
+    features.rank_residual,
+    units.dormancy_score,
+    units.dormant_fraction,
+    units.dormant_fraction_signed,
+    units.active_fraction,
+    units.dead_fraction,
+    units.rarely_active_fraction,
+    units.saturated_fraction,
+    units.unit_sign_entropy,
+    units.duplicate_fraction,
+    attention.attention_entropy,
+    attention.attention_entropy_normalized,
+    attention.lazy_head,
+    attention.collapsed_head,
+    attention.attention_sink_rate,
+    attention.attention_column_mass,
+    attention.attention_rank,
+    outputs.loss,
+    outputs.accuracy,
+)
+
+__all__ = [
+    "METRICS",
+    "Explanation",
+    "Metric",
+    "Place",
+    "default_metrics",
+    "explain",
+    "jackknife",
+    "measure",
+    "metric_versions",
+    "network_totals",
+    "unit_totals",
+    "weight_totals",
+]
+
+
+def measure(observation: Any, place: Place, only: frozenset[str] | None = None) -> list[Row]:
+    """The rows of every metric that the observation admits, or of those in `only` alone.
+
+    A metric that can't be computed is a row with a null value and the reason as its status.
+    """
+    return measure_with(METRICS, observation, place, only)
+
+
+def network_totals(
+    weights: Mapping[str, Weight | Magnitude],
+    units: Sequence[Units],
+    types: Mapping[str, str] | None = None,
+    *,
+    scope: str = "",
+    only: frozenset[str] | None = None,
+) -> list[Row]:
+    """The network's own rows: see weight_totals and unit_totals."""
+    return weight_totals(weights, types, scope=scope, only=only) + unit_totals(units, only)
+
+
+def default_metrics() -> frozenset[str]:
+    """Names of the metrics that are measured unless told otherwise."""
+    return frozenset(metric.name for metric in METRICS if metric.default)
+
+
+def metric_versions() -> dict[str, int]:
+    """Version of each metric: a change of one asks for its rows to be measured again."""
+    return {metric.name: metric.version for metric in METRICS}
+
+
+def explain(name: str) -> Explanation:
+    """A metric in words. Raises UsageError, with the nearest name, for one that isn't known."""
+    for metric in METRICS:
+        if metric.name == name:
+            return explanation(metric)
+    raise unknown("metric", name, (metric.name for metric in METRICS))

@@ -1,0 +1,228 @@
+"""Second moments of a component's outputs, summed over the probe batch by batch, fold by fold.
+
+Axes: N rows (inputs or tokens), d width, H heads, K folds. Results have a leading axis [1 + K]:
+everything, then everything but one fold (for the jackknife), and a last axis H for heads.
+
+Rows are held while they take less memory than K moments [d, d]; beyond that only the moments are.
+They are taken about the first batch's mean, so that centring cancels nothing even where all rows
+are nearly equal (CLS tokens after the embedding).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .moments import counts_without_each, moment_spectra, row_spectra, without_each
+from .spectra import Floats, Spectrum, Statuses
+
+_CHUNK = 1 << 22
+ROWS_LIMIT = 1 << 28
+"""Bytes of rows held at most where the moments would be larger still (a vocabulary's logits)."""
+UNITS_LIMIT = 8192
+"""Widest layer whose pairs of units are compared."""
+DUPLICATE_COSINE = 0.95
+
+
+@dataclass(frozen=True)
+class Features:
+    """Spectra of the feature matrix [N, d] (of each head [N, H, dh]), plain and centred.
+
+    Both have batch axes [1 + K] or [1 + K, H]. `norm` is the mean L2 norm of a row; `residual` the
+    mean over inputs of ‖X - 1 mean(X)^T‖_F / ‖X‖_F, None when rows weren't told apart by input;
+    `duplicates` the share of coordinates with a cosine above 0.95 to another one, None when not
+    compared.
+    """
+
+    spectrum: Spectrum
+    centered: Spectrum
+    norm: Floats
+    residual: Floats | None
+    duplicates: float | None
+    replicated: ClassVar[bool] = True
+    sample: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a metric may ask for, by the name of its type."""
+        return {"Features": self, "Spectrum": self.spectrum}
+
+    @property
+    def status(self) -> Statuses:
+        """Of each head's matrix."""
+        return self.spectrum.status
+
+    @property
+    def size(self) -> tuple[int | None, int | None]:
+        """Rows and columns of the feature matrix."""
+        return self.spectrum.size
+
+
+class FeatureSums:
+    """Adds up rows of one component; `finish` gives its Features."""
+
+    def __init__(self, folds: int) -> None:
+        self.folds = folds
+        self.counts = np.zeros(folds, dtype=np.int64)
+        self.held: list[Tensor] = []
+        self.held_folds: list[Tensor] = []
+        self.stride = 1
+        self.seen = 0
+        self.pivot: Tensor | None = None
+        self.moments: Tensor | None = None
+        self.residuals: _Residuals | None = None
+
+    def add(self, x: Tensor, fold: Tensor, inputs: Tensor | None = None) -> None:
+        """Rows x [n, d] or [n, H, dh], the fold [n] of each (best on the CPU), and its input [n].
+
+        `inputs` numbers the probe inputs of this call from 0; with it the rank residual can be had.
+        """
+        if len(x) == 0:
+            return
+        x, fold = x.detach(), fold.detach().cpu().long()
+        if self.pivot is None:
+            self._start(x)
+        self.counts += np.bincount(fold.numpy(), minlength=self.folds)
+        self.norms.index_add_(0, fold.to(x.device), torch.linalg.vector_norm(x, dim=-1).double())
+        if inputs is not None and x.ndim == 2:
+            self.residuals = self.residuals or _Residuals(self.folds, x.device)
+            self.residuals.add(x, fold, inputs.detach().cpu().long())
+        if self.moments is None:
+            self._hold(x, fold)
+        else:
+            self._add_moments(x, fold)
+
+    def _start(self, x: Tensor) -> None:
+        self.dtype, self.shape = x.dtype, tuple(x.shape[1:])
+        self.pivot = x.double().mean(0)
+        heads = self.shape[:-1]
+        self.norms = torch.zeros(self.folds, *heads, dtype=torch.float64, device=x.device)
+
+    @property
+    def _moment_bytes(self) -> int:
+        return self.folds * 8 * int(np.prod(self.shape)) * self.shape[-1]
+
+    def _hold(self, x: Tensor, fold: Tensor) -> None:
+        chosen = torch.arange(-self.seen % self.stride, len(x), self.stride)
+        self.seen += len(x)
+        self.held.append(x[chosen.to(x.device)] if self.stride > 1 else x.clone())
+        self.held_folds.append(fold[chosen])
+        held = sum(part.numel() * part.element_size() for part in self.held)
+        if held > self._moment_bytes and self._moment_bytes <= 2 * ROWS_LIMIT:
+            self._convert()
+        elif held > ROWS_LIMIT:
+            self._thin()
+
+    def _thin(self) -> None:
+        """Every second row goes, now and from here on: the vocabulary doesn't set the memory."""
+        rows, folds = torch.cat(self.held), torch.cat(self.held_folds)
+        while len(rows) > 2 and rows.numel() * rows.element_size() > ROWS_LIMIT:
+            rows, folds, self.stride = rows[::2].clone(), folds[::2], self.stride * 2
+        self.held, self.held_folds = [rows], [folds]
+
+    def _convert(self) -> None:
+        assert self.pivot is not None
+        zeros = self.pivot.new_zeros
+        self.sums = zeros(self.folds, *self.shape)
+        self.moments = zeros(self.folds, *self.shape, self.shape[-1])
+        for x, fold in zip(self.held, self.held_folds, strict=True):
+            self._add_moments(x, fold)
+        self.held = []
+
+    def _add_moments(self, x: Tensor, fold: Tensor) -> None:
+        assert self.moments is not None and self.pivot is not None
+        size = max(1, _CHUNK // int(np.prod(self.shape)))
+        for k in torch.unique(fold).tolist():
+            for part in (fold == k).nonzero().squeeze(1).split(size):
+                rows = x if len(part) == len(x) else x[part.to(x.device)]
+                shifted = rows.double() - self.pivot
+                self.sums[k] += shifted.sum(0)
+                if x.ndim == 2:
+                    self.moments[k].addmm_(shifted.mT, shifted)
+                else:
+                    self.moments[k] += shifted.permute(1, 2, 0) @ shifted.transpose(0, 1)
+
+    def finish(self) -> Features:
+        """Spectra of all rows, and of all rows but each fold's. Raises ValueError without rows."""
+        if self.pivot is None:
+            raise ValueError("no rows were added")
+        plain, centered, second = self._spectra()
+        counts = counts_without_each(self.counts)
+        norms = without_each(self.norms.cpu().numpy())
+        with np.errstate(invalid="ignore", divide="ignore"):
+            norm = norms / counts.reshape(counts.shape + (1,) * (norms.ndim - 1))
+        residual = self.residuals.finish() if self.residuals is not None else None
+        return Features(plain, centered, norm, residual, _duplicates(second))
+
+    def _spectra(self) -> tuple[Spectrum, Spectrum, Tensor | None]:
+        assert self.pivot is not None
+        eps = float(torch.finfo(self.dtype).eps)
+        if self.moments is None:
+            rows, fold = torch.cat(self.held), torch.cat(self.held_folds)
+            if len(rows) < self.shape[-1]:
+                plain, centered = row_spectra(rows, fold, self.folds, self.pivot, eps)
+                return plain, centered, _second(rows) if rows.ndim == 2 else None
+            counts = np.bincount(fold.numpy(), minlength=self.folds)
+            self._convert()
+        else:
+            counts = self.counts
+        assert self.moments is not None
+        plain, centered = moment_spectra(self.moments, self.sums, counts, self.pivot, eps)
+        second = self._whole_moment(int(counts.sum())) if len(self.shape) == 1 else None
+        return plain, centered, second
+
+    def _whole_moment(self, n: int) -> Tensor:
+        assert self.moments is not None and self.pivot is not None
+        cross = torch.outer(self.sums.sum(0), self.pivot)
+        return self.moments.sum(0) + cross + cross.mT + n * torch.outer(self.pivot, self.pivot)
+
+
+def _second(rows: Tensor) -> Tensor | None:
+    if rows.shape[1] > UNITS_LIMIT:
+        return None
+    wide = rows.double()
+    return wide.mT @ wide
+
+
+def _duplicates(second: Tensor | None) -> float | None:
+    """Share of the coordinates whose cosine with another one is above 0.95; zeros have none."""
+    if second is None or len(second) < 2 or len(second) > UNITS_LIMIT:
+        return None
+    norm = second.diagonal().clamp(min=0).sqrt()
+    cosine = second / (norm[:, None] * norm[None, :]).clamp(min=1e-300)
+    cosine.fill_diagonal_(0.0)
+    return float((cosine > DUPLICATE_COSINE).any(1).double().mean())
+
+
+class _Residuals:
+    """Sums over inputs of ‖X - 1 mean(X)^T‖_F / ‖X‖_F, X the rows [T, d] of one input."""
+
+    def __init__(self, folds: int, device: torch.device) -> None:
+        self.sums = torch.zeros(folds, dtype=torch.float64, device=device)
+        self.counts = np.zeros(folds, dtype=np.int64)
+
+    def add(self, x: Tensor, fold: Tensor, inputs: Tensor) -> None:
+        tokens = torch.bincount(inputs)
+        where, present = inputs.to(x.device), tokens.nonzero().squeeze(1)
+        wide = x.double()
+        means = wide.new_zeros(len(tokens), x.shape[1]).index_add_(0, where, wide)
+        means /= tokens.clamp(min=1).to(x.device)[:, None]
+        squares = wide.new_zeros(len(tokens)).index_add_(0, where, wide.square().sum(1))
+        rest = wide.new_zeros(len(tokens))
+        rest.index_add_(0, where, (wide - means[where]).square().sum(1))
+        ratio = (rest / squares.clamp(min=1e-300)).sqrt()
+        folds = torch.zeros(len(tokens), dtype=torch.long)
+        folds[inputs] = fold
+        at = present.to(x.device)
+        self.sums.index_add_(0, folds[present].to(x.device), ratio[at])
+        self.counts += np.bincount(folds[present].numpy(), minlength=len(self.counts))
+
+    def finish(self) -> Floats:
+        """Mean over inputs [1 + K]."""
+        with np.errstate(invalid="ignore", divide="ignore"):
+            mean: Floats = without_each(self.sums.cpu().numpy()) / counts_without_each(self.counts)
+        return mean
