@@ -213,7 +213,10 @@ def _fill(
 
 
 def _inputs(layers: Sequence[Layer], plan: Geometry | None) -> Inputs:
-    return Inputs("image", plan.image) if plan else Inputs("vector", (layers[0].taken,))
+    classes = next(layer.given for layer in reversed(layers) if layer.kind in WEIGHTED)
+    if plan:
+        return Inputs("image", plan.image, resizable=plan.collapse, classes=classes)
+    return Inputs("vector", (layers[0].taken,), classes=classes)
 
 
 def describe(

@@ -111,24 +111,28 @@ def _quickly() -> Iterator[None]:
 
 def _inputs(module: Any, config: Any) -> Inputs:
     main = module.main_input_name
+    kind = type(module).__name__
+    classes = config.num_labels if "Classification" in kind else None
     if main == "pixel_values":
-        return _image(getattr(config, "vision_config", None) or config)
+        return _image(module, getattr(config, "vision_config", None) or config, classes)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     vocabulary = getattr(text, "vocab_size", None)
     if main != "input_ids" or not vocabulary:
         raise ModelError(
-            f"{type(module).__name__} takes {main}, which isn't an image or token ids: give "
-            "--model path.py:function"
+            f"{kind} takes {main}, which isn't an image or token ids: give --model path.py:function"
         )
     longest = _longest(module, text)
     length = min(SYNTHETIC_LENGTH, longest or SYNTHETIC_LENGTH)
-    return Inputs("tokens", (length,), vocabulary, longest=longest)
+    causal = kind.endswith(("ForCausalLM", "LMHeadModel")) and not config.is_encoder_decoder
+    return Inputs("tokens", (length,), vocabulary, longest=longest, classes=classes, causal=causal)
 
 
-def _image(config: Any) -> Inputs:
+def _image(module: nn.Module, config: Any, classes: int | None) -> Inputs:
     size = getattr(config, "image_size", None) or 224
     high, wide = (size, size) if isinstance(size, int) else tuple(size)[-2:]
-    return Inputs("image", (getattr(config, "num_channels", 3), int(high), int(wide)))
+    shape = (getattr(config, "num_channels", 3), int(high), int(wide))
+    table = any("position_embedding" in name for name, _ in module.named_parameters())
+    return Inputs("image", shape, resizable=not table, classes=classes)
 
 
 def _longest(module: nn.Module, text: Any) -> int | None:

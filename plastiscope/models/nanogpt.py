@@ -48,7 +48,7 @@ def build(state: State, assume: Mapping[str, str]) -> Live:
     shape = _shape(state, assume)
     module = GPT(shape).eval()
     length = min(SYNTHETIC_LENGTH, shape.positions)
-    inputs = Inputs("tokens", (length,), shape.vocabulary, longest=shape.positions)
+    inputs = Inputs("tokens", (length,), shape.vocabulary, longest=shape.positions, causal=True)
     stored = match(module, state.tensors)
     if shape.tied and TABLE not in state.tensors and HEAD in state.tensors:
         stored[TABLE] = HEAD
