@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
 import platform
 import time
@@ -18,8 +19,12 @@ from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
 from .network import Network, label, open_network, signature
+from .probe.find import beside
 from .replay import Replay, Sampling
-from .weigh import Earlier, Read, weigh
+from .weigh import Earlier, Read, Scales
+
+DIFFERENCES = frozenset({"weight_change", "weight_drift"})
+"""Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
 
 
 class Reporter(Protocol):
@@ -133,10 +138,8 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
 
 def choose_metrics(settings: Settings) -> frozenset[str]:
     """The names of the metrics to measure: `only`, or the default set and `extra`."""
-    known = {m.name for m in metrics.METRICS}
     for name in (*settings.only, *settings.extra):
-        if name not in known:
-            raise metrics.unknown_metric(name)
+        metrics.explain(name)  # raises for a name that isn't known
     return frozenset(settings.only) or metrics.default_metrics() | frozenset(settings.extra)
 
 
@@ -155,6 +158,24 @@ def _analyze_run(
     missing = next((n.missing for n in session.networks.values() if n.missing), None)
     assumed = tuple(dict.fromkeys(a for n in session.networks.values() for a in n.assumptions))
     return Analyzed(run, tuple(session.files), session.measured, session.failed, assumed, missing)
+
+
+def sources(run_path: str | Path, settings: Settings) -> dict[str, str]:
+    """A digest of every file, beside the checkpoints, that the rows depend on: the probe, the
+    user's model and families; of a folder the names, sizes and times of its files."""
+    named = [settings.probe, (settings.model or "").rpartition(":")[0], *settings.families]
+    files = [Path(n) for n in named if n and Path(n).exists()]
+    if settings.probe is None:
+        files += beside(run_path)
+    return {str(i): _digest(file) for i, file in enumerate(files)}
+
+
+def _digest(path: Path) -> str:
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file())
+        stats = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in found]
+        return store.content_key(folder=stats)
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
 
 
 def refuse_mixing(out: Path, run: Run) -> None:
@@ -183,7 +204,7 @@ class _Session:
         self.failed: dict[str, str] = {}
         self.measured = 0
         self.broken = {b.checkpoint: b for b in run.breaks}
-        self.probe_key = probe.identify(run.path, settings.probe)
+        self.sources = sources(run.path, settings)
 
     def measure(self, position: int, checkpoint: Checkpoint) -> None:
         """Measure a checkpoint unless its rows are there; note a failure and go on."""
@@ -210,9 +231,9 @@ class _Session:
         return store.content_key(
             schema=store.SCHEMA_VERSION,
             checkpoint=[checkpoint.name, checkpoint.fingerprint, checkpoint.step, checkpoint.task],
-            earlier=earlier if self.chosen & metrics.DIFFERENCES else [],
-            probe=self.probe_key,
-            metrics={m.name: m.version for m in metrics.METRICS if m.name in self.chosen},
+            earlier=earlier if self.chosen & DIFFERENCES else [],
+            sources=self.sources,
+            metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
             settings=[
                 s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
                 s.weights, s.prefix, s.base, s.families, s.allow_partial,
@@ -294,14 +315,13 @@ class _Session:
         return self.networks[name]
 
     def _rows(self, position: int, state: State, network: Network) -> Iterator[store.Row]:
-        read = network.reader(state)
-        totals = metrics.WeightTotals()
-        yield from weigh(network.anatomy, read, self.chosen, self._readers(position, network))
-        for name in network.counted(state):
-            totals.add(read(name))
-        yield from metrics.measure(
-            totals.finish(), metrics.Place("network", None, "weight"), self.chosen
+        scales = Scales(
+            network.reader(state),
+            lambda name: network.counted_name(state, name),
+            self.chosen,
+            self._readers(position, network),
         )
+        yield from scales.weigh(network.anatomy)
         if network.live is None:
             return
         network.fill(state)
@@ -309,7 +329,7 @@ class _Session:
             yield from self._replayed(network, each)
 
     def _readers(self, position: int, network: Network) -> Earlier:
-        if not self.chosen & metrics.DIFFERENCES:
+        if not self.chosen & DIFFERENCES:
             return Earlier()
         readers: list[Read | None] = [
             None if checkpoint is None else network.reader(checkpoint.open())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -65,17 +64,23 @@ class Network:
         return self.live.stored.get(name, name) if self.live else name
 
     def reader(self, state: State) -> Read:
-        """Reads an effective tensor of the state by the anatomy's name."""
+        """Reads an effective tensor of the state by the anatomy's name; KeyError if it has none."""
         effective = effective_tensors(state)
-        return lambda name: effective.read(self.stored_name(name))
+        merged = {t: m for m in (self.live.merges if self.live else ()) for t in m.targets}
 
-    def counted(self, state: State) -> Iterator[str]:
-        """The anatomy's names of all distinct weights: no buffers, no second name of a tied one."""
-        effective = effective_tensors(state)
-        for name in effective.names():
-            info = state.tensors.get(name)
-            if info is None or (info.kind == "weight" and info.alias_of is None):
-                yield name
+        def read(name: str) -> torch.Tensor:
+            if name in merged:
+                parts = {source: effective.read(source) for source in merged[name].sources}
+                return merged[name].convert(parts)[name]
+            return effective.read(self.stored_name(name))
+
+        return read
+
+    def counted_name(self, state: State, name: str) -> str:
+        """The stored name under which a tensor counts: of a tied one, the other end's."""
+        stored = self.stored_name(name)
+        info = state.tensors.get(stored)
+        return info.alias_of if info is not None and info.alias_of else stored
 
     def fill(self, state: State) -> None:
         """Put a state's tensors into the live model."""
@@ -91,7 +96,8 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
     """
     device = _device(settings.device)
     try:
-        live = models.build(state, settings.model, settings.assume)
+        hint = probe.hint(run_path, settings.probe)
+        live = models.build(state, settings.model, {**hint, **settings.assume})
         models.load(live, state, allow_partial=settings.allow_partial)
     except models.ModelError as error:
         if settings.model is not None:

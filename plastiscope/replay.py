@@ -18,9 +18,9 @@ import torch
 
 from .anatomy import AttentionCall, watch
 from .anatomy.parts import Anatomy, Component, Site
-from .metrics import Place, measure
+from .metrics import Place, measure, unit_totals
 from .models.live import Batch, Live
-from .observations import AttentionSums, FeatureSums, OutputSums, Units, UnitSums
+from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums
 from .store import Row
 
 PROJECTIONS = ("q", "k", "v")
@@ -83,7 +83,7 @@ class Replay:
         for first in range(0, self.inputs, self.sampling.batch_size):
             rows = slice(first, min(first + self.sampling.batch_size, self.inputs))
             part = {name: tensor[rows].to(device) for name, tensor in batch.items()}
-            fold = torch.arange(rows.start, rows.stop, device=device) % self.sampling.folds
+            fold = torch.arange(rows.start, rows.stop) % self.sampling.folds
             mask = part.get("mask")
             yield _Chunk(first, fold, None if mask is None else mask.bool()), part
 
@@ -108,12 +108,18 @@ class Replay:
             x = heads.transpose(1, 2).unflatten(0, (-1, windows)).flatten(1, 2)
             self._add_features(index, x.flatten(2))
             self._add_heads(index, x)
-        sums = self.attention.setdefault(block, AttentionSums(self.sampling.folds))
+        sums = self._maps(block)
         fold = self._chunk.fold.repeat_interleave(windows)
         queries = self._chunk.mask if windows == 1 else None
         if queries is not None and queries.shape[1] != call.q.shape[2]:
             queries = None
         sums.add(call.probabilities, call.visible, fold, queries)
+
+    def _maps(self, block: int) -> AttentionSums:
+        if block not in self.attention:
+            causal = self.anatomy.attention[block].causal
+            self.attention[block] = AttentionSums(self.sampling.folds, causal=causal)
+        return self.attention[block]
 
     def _index(self, block: int, name: str) -> int | None:
         for index, component in enumerate(self.anatomy.components):
@@ -124,8 +130,8 @@ class Replay:
     def _add_features(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, d] or [B, d]."""
         assert self._chunk is not None
-        rows, fold = self._rows(x, self._chunk, bounded=True)
-        self._sums(index, "all").add(rows, fold)
+        rows, fold, inputs = self._rows(x, self._chunk, bounded=True)
+        self._sums(index, "all").add(rows, fold, inputs if x.ndim > 2 else None)
         cls = self.anatomy.cls
         if cls is not None and (x.ndim == 2 or x.shape[1] > cls):
             self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.fold)
@@ -136,7 +142,7 @@ class Replay:
     def _add_heads(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, H, dh]."""
         assert self._chunk is not None
-        rows, fold = self._rows(x, self._chunk, bounded=True)
+        rows, fold, _ = self._rows(x, self._chunk, bounded=True)
         self.per_head.setdefault(index, FeatureSums(self.sampling.folds)).add(rows, fold)
 
     def _add_units(
@@ -144,7 +150,7 @@ class Replay:
     ) -> None:
         assert self._chunk is not None
         sums = self.units.setdefault(index, UnitSums(self.sampling.folds, component.function))
-        rows, fold = self._rows(x, self._chunk)
+        rows, fold, _ = self._rows(x, self._chunk)
         if before is not None and before.shape == x.shape:
             sums.add(rows, self._rows(before, self._chunk)[0], fold)
         else:
@@ -152,10 +158,11 @@ class Replay:
 
     def _rows(
         self, x: torch.Tensor, chunk: _Chunk, bounded: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows [n, ...] of x [B, P, ...] that count, and the fold of each [n]."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows [n, ...] of x [B, P, ...] that count; the fold and the input of each [n]."""
+        numbers = torch.arange(len(x))
         if x.ndim == 2:
-            return x, chunk.fold
+            return x, chunk.fold, numbers
         positions = x.shape[1]
         keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if chunk.mask is not None and chunk.mask.shape[1] == positions:
@@ -163,7 +170,9 @@ class Replay:
         limit = max(1, self.sampling.probe_rows // self.inputs)
         if bounded and limit < positions:
             keep = self._spread(keep, chunk.first, limit)
-        return x[keep], chunk.fold[:, None].expand(keep.shape)[keep]
+        chosen = keep.cpu()
+        numbers = numbers[:, None].expand(chosen.shape)[chosen]
+        return x[keep], chunk.fold[numbers], numbers
 
     def _spread(self, keep: torch.Tensor, first: int, limit: int) -> torch.Tensor:
         """At most `limit` of the kept positions of each input, drawn by the input's own seed, so
@@ -195,7 +204,7 @@ class Replay:
                 rows += measure(found, place, chosen)
         if self.outputs is not None:
             rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
-        return rows
+        return rows + unit_totals([sums.finish() for sums in self.units.values()], chosen)
 
     def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
         rows: list[Row] = []
@@ -212,10 +221,6 @@ class Replay:
             place = Place(component.name, component.block, "unit", "all")
             rows += measure(self.units[index].finish(), place, only)
         return rows
-
-    def unit_observations(self) -> list[Units]:
-        """The statistics of every activation, for the network's totals."""
-        return [sums.finish() for sums in self.units.values()]
 
 
 def sites_of(anatomy: Anatomy) -> Mapping[tuple[int, str], Site]:

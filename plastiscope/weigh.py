@@ -5,22 +5,18 @@ Axes: matrices are [out, in]; a component's heads are stacked as [H, dh, in].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from .anatomy.parts import Anatomy, Component, Matrix
-from .metrics import Place, measure
-from .observations import Weight
+from .metrics import Place, measure, weight_totals
+from .observations import Magnitude, Weight
 from .store import Row
 
-VECTOR_METRICS = frozenset(
-    {"weight_magnitude", "weight_rms", "weight_l2", "weight_change", "weight_drift"}
-)
-"""What is meant for a vector (a gain, a bias, a CLS token); a spectrum of one isn't."""
-
 Read = Callable[[str], torch.Tensor]
+EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)
@@ -29,6 +25,84 @@ class Earlier:
 
     previous: Read | None = None
     first: Read | None = None
+
+
+@dataclass
+class Scales:
+    """Measures weights: reads by the anatomy's names, and keeps what the totals need.
+
+    `stored` gives the checkpoint's own name of a tensor (of a tied one, that which is counted), so
+    that the two ends of a tie count once.
+    """
+
+    read: Read
+    stored: Callable[[str], str]
+    only: frozenset[str]
+    earlier: Earlier = field(default_factory=Earlier)
+    seen: dict[str, Weight | Magnitude] = field(default_factory=dict)
+    types: dict[str, str] = field(default_factory=dict)
+
+    def weigh(self, anatomy: Anatomy) -> list[Row]:
+        """The rows of every component's matrices and heads, then of the whole network."""
+        rows: list[Row] = []
+        for component in anatomy.components:
+            for matrix in component.weights:
+                rows += self._rows(component, (matrix,), stacked=False)
+            if component.heads:
+                rows += self._rows(component, component.heads, stacked=True)
+        return rows + self._totals()
+
+    def _rows(self, component: Component, matrices: tuple[Matrix, ...], stacked: bool) -> list[Row]:
+        found = self._observe(component, matrices, stacked)
+        tensor = self.stored(matrices[0].tensor)
+        if not stacked:
+            key = f"{tensor} {matrices[0].rows} {matrices[0].columns}"
+            self.seen.setdefault(key, found)
+            self.types.setdefault(key, component.name)
+        heads = len(matrices) if stacked else None
+        place = Place(component.name, component.block, "weight", heads=heads, tensor=tensor)
+        return measure(found, place, self.only)
+
+    def _observe(
+        self, component: Component, matrices: tuple[Matrix, ...], stacked: bool
+    ) -> Weight | Magnitude:
+        whole = self.read(matrices[0].tensor)
+        cut = self._cut(component, matrices, stacked, self.read)
+        previous = self._cut_earlier(component, matrices, stacked, self.earlier.previous)
+        first = self._cut_earlier(component, matrices, stacked, self.earlier.first)
+        # A spectrum is meant for a matrix, not for a gain, a bias or a CLS token.
+        vector = whole.ndim < 2 or (not stacked and 1 in cut.shape)
+        kind = Magnitude if vector else Weight
+        return kind.of(cut, previous=previous, first=first)
+
+    def _cut(
+        self, component: Component, matrices: tuple[Matrix, ...], stacked: bool, read: Read
+    ) -> torch.Tensor:
+        tensors = {name: read(name) for name in {m.tensor for m in matrices}}
+        parts = [m.of(tensors[m.tensor]) for m in matrices]
+        cut = torch.stack(parts) if stacked else parts[0]
+        return cut.to(torch.float64) + 1.0 if component.offset_gain else cut
+
+    def _cut_earlier(
+        self,
+        component: Component,
+        matrices: tuple[Matrix, ...],
+        stacked: bool,
+        read: Read | None,
+    ) -> torch.Tensor | None:
+        if read is None:
+            return None
+        try:
+            return self._cut(component, matrices, stacked, read)
+        except (KeyError, IndexError):
+            return None
+
+    def _totals(self) -> list[Row]:
+        rows = weight_totals(self.seen, self.types, only=self.only)
+        inner = {k: w for k, w in self.seen.items() if self.types[k] != EMBEDDING}
+        if 0 < len(inner) < len(self.seen):
+            rows += weight_totals(inner, scope="scope=non-embedding", only=self.only)
+        return rows
 
 
 def cover(anatomy: Anatomy, names: Collection[str]) -> Anatomy:
@@ -40,60 +114,3 @@ def cover(anatomy: Anatomy, names: Collection[str]) -> Anatomy:
         if name not in claimed
     )
     return replace(anatomy, components=anatomy.components + rest)
-
-
-def weigh(
-    anatomy: Anatomy, read: Read, only: Collection[str], earlier: Earlier | None = None
-) -> Iterator[Row]:
-    """The rows of every component's matrices and heads, in the network's order.
-
-    `read` gives an effective tensor by the name that the anatomy uses. Raises what `read` raises.
-    """
-    earlier = earlier or Earlier()
-    chosen = frozenset(only)
-    for component in anatomy.components:
-        for matrix in component.weights:
-            yield from _rows(component, (matrix,), read, chosen, earlier, heads=None)
-        if component.heads:
-            heads = len(component.heads)
-            yield from _rows(component, component.heads, read, chosen, earlier, heads=heads)
-
-
-def _rows(
-    component: Component,
-    matrices: tuple[Matrix, ...],
-    read: Read,
-    only: frozenset[str],
-    earlier: Earlier,
-    heads: int | None,
-) -> list[Row]:
-    cut = _cut(matrices, read, component.offset_gain, stacked=heads is not None)
-    place = Place(component.name, component.block, "weight", heads=heads, tensor=matrices[0].tensor)
-    weight = Weight.of(
-        cut,
-        previous=_cut_earlier(matrices, earlier.previous, component, heads),
-        first=_cut_earlier(matrices, earlier.first, component, heads),
-    )
-    if 1 in cut.shape[-2:]:
-        only = only & VECTOR_METRICS
-    return measure(weight, place, only)
-
-
-def _cut(
-    matrices: tuple[Matrix, ...], read: Read, offset_gain: bool, stacked: bool
-) -> torch.Tensor:
-    tensors = {name: read(name) for name in {m.tensor for m in matrices}}
-    parts = [m.of(tensors[m.tensor]) for m in matrices]
-    cut = torch.stack(parts) if stacked else parts[0]
-    return cut.to(torch.float64) + 1.0 if offset_gain else cut
-
-
-def _cut_earlier(
-    matrices: tuple[Matrix, ...], read: Read | None, component: Component, heads: int | None
-) -> torch.Tensor | None:
-    if read is None:
-        return None
-    try:
-        return _cut(matrices, read, component.offset_gain, stacked=heads is not None)
-    except (KeyError, IndexError):
-        return None
