@@ -9,8 +9,13 @@ from .delta import delta_heatmap, delta_heatmap_blocks
 from .depth import cls_rank
 from .draw import FIGURES, Drawn, draw
 from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
+from .isometry import isometry, isometry_map, isometry_types, isometry_violins, jacobian_depth, ntk
 from .kind import Kind
+from .law import onset_law
+from .network import dormant_layers, head_shares, network_course, probe_auc
+from .sensitivity import rate_bound, rate_box, rate_of_change
 from .style import DARK, PAPER, SLIDE, Look, look, save
+from .tasks import accuracy
 from .units import units
 
 __all__ = [
@@ -21,18 +26,33 @@ __all__ = [
     "Drawn",
     "Kind",
     "Look",
+    "accuracy",
     "cls_rank",
     "component_rank",
     "component_rank_grid",
     "component_stable_rank",
     "delta_heatmap",
     "delta_heatmap_blocks",
+    "dormant_layers",
     "draw",
     "head_magnitude",
     "head_magnitude_map",
     "head_rank",
     "head_rank_map",
+    "head_shares",
+    "isometry",
+    "isometry_map",
+    "isometry_types",
+    "isometry_violins",
+    "jacobian_depth",
     "look",
+    "network_course",
+    "ntk",
+    "onset_law",
+    "probe_auc",
+    "rate_bound",
+    "rate_box",
+    "rate_of_change",
     "save",
     "units",
     "weight_magnitude",

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from .delta import any_subject
 from .kind import Kind
 from .panels import (
+    RUN,
     Canvas,
     canvas,
     depth_colours,
@@ -36,7 +37,6 @@ from .ticks import count_axis, words
 SERIES = ["block", "component", "head", "index"]
 NOT_SHOWN = ("q", "k", "v")
 PROJECTIONS = ("q", "k", "v", "attention_output", "gate", "fc1", "fc2", "conv", "fc")
-BLUES = {"q": "#0072B2", "k": "#56B4E9", "v": "#00386B", "attention_output": "#7F9FE0"}
 
 
 def course_data(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
@@ -71,8 +71,9 @@ def draw_component_rank(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
     on = canvas(of, len(shown := shown_blocks(blocks)) + outside, axes)
     for panel, block in zip(on.panels, [*shown, None] if outside else shown, strict=True):
         here = data[data["block"].isna() if block is None else data["block"] == block]
-        for name in ordered(list(here["component"].unique())):
-            colour, marker = mark(name)
+        names = ordered(list(here["component"].unique()))
+        for name in names:
+            colour, marker = mark(name, names)
             one = here[here["component"] == name]
             run_courses(on, panel, one, choice, words(name), colour, marker)
         panel.set_title("outside the blocks" if block is None else f"block {block}")
@@ -111,7 +112,7 @@ def draw_component_grid(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
         if place % len(blocks) == 0 and len(on.panels) > 1:
             panel.set_ylabel(_stacked(words(name)), rotation=0, ha="right", va="center")
     _say_left_out(on, len(blocks_of(data)), len(blocks))
-    on.entries = {n: h for n, h in on.entries.items() if n.startswith("run: ")}
+    on.entries = {n: h for n, h in on.entries.items() if n.startswith(RUN)}
     finish_courses(on, choice, _y(data))
     for panel in on.panels:
         count_axis(panel.xaxis, 2)
@@ -169,8 +170,9 @@ def draw_weight_magnitude(
 
 
 def _projections(on: Canvas, axes: Axes, data: pd.DataFrame, choice: Choice) -> None:
-    for name in ordered(list(data["component"].unique())):
-        colour, marker = BLUES.get(name, mark(name)[0]), mark(name)[1]
+    names = ordered(list(data["component"].unique()))
+    for name in names:
+        colour, marker = mark(name, names)
         run_courses(on, axes, data[data["component"] == name], choice, words(name), colour, marker)
 
 

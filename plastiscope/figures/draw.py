@@ -15,9 +15,14 @@ from .components import component_rank, component_rank_grid, component_stable_ra
 from .delta import delta_heatmap, delta_heatmap_blocks
 from .depth import cls_rank
 from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
+from .isometry import isometry, isometry_map, isometry_types, isometry_violins, jacobian_depth, ntk
 from .kind import Blocks, Kind, Names, Steps, choose
+from .law import onset_law
+from .network import dormant_layers, head_shares, network_course, probe_auc
 from .selection import Choice
+from .sensitivity import rate_bound, rate_box, rate_of_change
 from .style import FORMATS, Look, look, save
+from .tasks import accuracy
 from .units import units
 
 FIGURES: tuple[Kind, ...] = (
@@ -33,6 +38,21 @@ FIGURES: tuple[Kind, ...] = (
     head_magnitude_map,
     cls_rank,
     units,
+    accuracy,
+    network_course,
+    dormant_layers,
+    head_shares,
+    probe_auc,
+    onset_law,
+    isometry,
+    isometry_types,
+    isometry_map,
+    isometry_violins,
+    jacobian_depth,
+    ntk,
+    rate_of_change,
+    rate_box,
+    rate_bound,
 )
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.colorbar import Colorbar
-from matplotlib.colors import Normalize
+from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.image import AxesImage
 from matplotlib.lines import Line2D
@@ -30,6 +30,7 @@ from .ticks import count_axis, count_text, label_columns, label_rows, plain
 MOST_PANELS = 24
 MOST_ENTRIES = 12
 MARKED = 14
+RUN = "run: "
 
 
 @dataclass
@@ -113,7 +114,7 @@ def course(
     colour = visible(colour, on.look)
     x, y = one["x"].to_numpy(float), one["value"].to_numpy(float)
     y = np.where(np.isfinite(y), y, np.nan)
-    (drawn,) = axes.plot(
+    axes.plot(
         x,
         y,
         color=colour,
@@ -127,7 +128,8 @@ def course(
         spread = one["spread"].to_numpy(float)
         axes.fill_between(x, y - spread, y + spread, color=colour, alpha=0.2, linewidth=0)
     if name:
-        on.entries.setdefault(plain(name), drawn)
+        key = {"color": colour, "linestyle": dash, "linewidth": line or on.look.line}
+        on.entries.setdefault(plain(name), Line2D([], [], marker=marker, **key))
 
 
 def visible(colour: Any, of: Look) -> Any:
@@ -173,12 +175,12 @@ def run_courses(
             course(on, axes, one, name, colour=colour, marker=marker, dash=dash)
             if len(runs) > 1:
                 key = Line2D([], [], color=on.look.ink, linestyle=dash, linewidth=on.look.line)
-                on.entries.setdefault(f"run: {plain(run)}", key)
+                on.entries.setdefault(RUN + plain(run), key)
 
 
 def legend(on: Canvas) -> None:
     """One legend under the panels, or in the given Axes; at most a dozen entries."""
-    names = list(on.entries)
+    names = sorted(on.entries, key=lambda name: name.startswith(RUN))
     if len(names) < 2:
         return
     kept = [names[place] for place in spaced(range(len(names)), MOST_ENTRIES)]
@@ -214,13 +216,18 @@ def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False
         count_axis(axes.xaxis, 4 if len(on.panels) > 1 else 6)
         if fraction:
             axes.set_ylim(-0.03, 1.03)
-    for axes in on.panels[-on.columns :]:
+    for axes in bottom(on):
         axes.set_xlabel(x_label(choice))
     if y and on.own and len(on.panels) > 1:
         on.figure.supylabel(y, fontsize=on.look.font)
     elif y:
         on.panels[0].set_ylabel(y)
     legend(on)
+
+
+def bottom(on: Canvas) -> list[Axes]:
+    """The panels of the last row."""
+    return on.panels[(len(on.panels) - 1) // on.columns * on.columns :]
 
 
 def symmetric_limit(values: Any) -> float:
@@ -244,10 +251,14 @@ def span(values: Any, percentiles: tuple[float, float] = (0, 100)) -> tuple[floa
 def picture(
     on: Canvas, axes: Axes, values: np.ndarray[Any, Any], limits: tuple[float, float], cmap: str
 ) -> AxesImage:
-    """A map of values [rows, columns]: grey where there is none, the same colours for all maps."""
+    """A map of values [rows, columns]: grey where there is none, the same colours for all maps.
+
+    Positive limits more than a factor of 100 apart are coloured by their logarithm.
+    """
     shown = np.ma.masked_invalid(np.asarray(values, float))
     colours = matplotlib.colormaps[cmap].with_extremes(bad=on.look.missing)
-    norm = Normalize(*limits)
+    wide = limits[0] > 0 and limits[1] / limits[0] > 100
+    norm = LogNorm(*limits) if wide else Normalize(*limits)
     image = axes.imshow(shown, cmap=colours, norm=norm, aspect="auto", interpolation="nearest")
     axes.grid(visible=False)
     if np.ma.getmaskarray(shown).any():
@@ -268,7 +279,8 @@ def colour_bar(on: Canvas, image: AxesImage, label: str, extend: Any = "neither"
     bar = on.figure.colorbar(image, ax=target, label=label, extend=extend, aspect=25, pad=0.015)
     bar.outline.set_linewidth(0.4 * of.line)
     bar.ax.grid(visible=False)
-    count_axis(bar.ax.yaxis, 5, whole=False)
+    if not isinstance(image.norm, LogNorm):
+        count_axis(bar.ax.yaxis, 5, whole=False)
     if "no value" in on.entries and on.own:
         on.figure.legend([on.entries["no value"]], ["no value"], loc="outside lower right")
     return bar

@@ -8,7 +8,7 @@ from putting back each other's.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +31,7 @@ _lock = threading.RLock()
 BLUE, RED, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, OLIVE, GREY = "#56B4E9", "#CC79A7", "#A89A00", "#8C8C8C"
 MARKS: dict[str, tuple[str, str]] = {
-    "embedding": (BLUE, "o"),
+    "embedding": (PURPLE, "o"),
     "norm1": (SKY, "v"),
     "q": (BLUE, "o"),
     "k": (RED, "s"),
@@ -50,9 +50,11 @@ MARKS: dict[str, tuple[str, str]] = {
     "activation": (ORANGE, "X"),
     "fc2": (GREEN, "^"),
     "residual2": (GREY, "p"),
-    "final_norm": (OLIVE, "<"),
-    "head": (RED, "s"),
+    "final_norm": (SKY, ">"),
+    "head": (ORANGE, "*"),
 }
+# Beside other components q, k and v are shades of blue: alone, blue, red and green.
+BLUES = {"q": BLUE, "k": SKY, "v": "#00386B", "attention_output": "#7F9FE0"}
 OTHERS = ((PURPLE, "*"), (OLIVE, "d"), (GREY, "H"), (SKY, ">"), (ORANGE, "h"), (GREEN, "8"))
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 
@@ -201,8 +203,10 @@ def save(figure: Figure, file: Path, style: str | Path | Look = "paper") -> Path
     return file
 
 
-def mark(component: str) -> tuple[str, str]:
-    """Colour and marker of a component; always the same for a name."""
+def mark(component: str, among: Collection[str] = ()) -> tuple[str, str]:
+    """Colour and marker of a component, among the others that are drawn with it."""
+    if component in BLUES and {"q", "k", "v"} & set(among) and {"fc1", "fc2"} & set(among):
+        return BLUES[component], MARKS[component][1]
     if component in MARKS:
         return MARKS[component]
     return OTHERS[sum(component.encode()) % len(OTHERS)]

@@ -44,7 +44,8 @@ def words(name: str) -> str:
     for ended in ("residual", "norm"):
         for digit in "12":
             spaced = spaced.replace(f"{ended}{digit}", f"{ended} {digit}")
-    return plain(spaced)
+    capitals = {"ntk": "NTK", "auc": "AUC", "cls": "CLS"}
+    return plain(" ".join(capitals.get(word, word) for word in spaced.split(" ")))
 
 
 def label_columns(axes: Axes, labels: Sequence[str]) -> None:
@@ -59,7 +60,9 @@ def label_rows(axes: Axes, labels: Sequence[str]) -> None:
 
 def count_axis(axis: Axis, most: int = 4, whole: bool = True) -> None:
     """Few ticks, at whole numbers, written short."""
-    axis.set_major_locator(MaxNLocator(nbins=most, integer=whole, min_n_ticks=2))
+    axis.set_major_locator(
+        MaxNLocator(nbins=most, integer=whole, min_n_ticks=2, steps=[1, 2, 5, 10])
+    )
     axis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
 
 

@@ -126,3 +126,44 @@ def table(
         common |= {"branch": None, "probe": "digits", "checkpoint_fingerprint": str(point)}
         write(checkpoint_file(out, run, common["checkpoint"]), rows, common, "key", {})
     return read(out)
+
+
+def study(step, seed=0, blocks=3, inputs=6):
+    """Rows of the other studies: spectra, Jacobians, tangent kernel, probing loss, rates."""
+    rng = np.random.default_rng([seed, step, 3])
+    rows = []
+    for block in range(blocks):
+        for name in ("q", "k", "v", "fc1", "fc2"):
+            spectral, condition = 1 + 0.1 * step, 10.0 ** (1 + 0.3 * step + 0.2 * rng.random())
+            for metric, value in (
+                ("condition_number", condition),
+                ("spectral_norm", spectral),
+                ("frobenius_norm", 3.0 + 0.1 * block),
+                ("effective_rank", 20.0 - step),
+            ):
+                rows.append(Row(metric, "weight", value, name, block, rows=16, columns=24))
+        for name in ("norm1", "attention_output", "norm2", "fc1", "fc2"):
+            rate = 1 + block + step / 4 + rng.random()
+            rows.append(Row("rate_of_change", "feature", rate, name, block, standard_error=0.1))
+            rows.append(Row("rate_of_change_bound", "feature", 40 * rate, name, block))
+            rows.append(Row("jacobian_sigma_min", "jacobian", 0.01 / (step + 1), name, block))
+            rows.append(Row("jacobian_sigma_max", "jacobian", 3.0 + step, name, block))
+            for share in (0.1, 0.5, 0.9):
+                rows.append(
+                    Row("jacobian_quantile", "jacobian", 2 * share, name, block,
+                        parameters=f"q={share}")
+                )  # fmt: skip
+        for head in range(2):
+            rows.append(Row("lazy_head", "attention", float(step > 4), "attention", block, head))
+            rows.append(Row("collapsed_head", "attention", 0.0, "attention", block, head))
+    for place in range(inputs):
+        value = 10.0 ** (-place - 0.1 * step)
+        rows.append(Row("ntk_spectrum", "ntk", value, "network", index=place))
+    rows.append(Row("ntk_condition_number", "ntk", 10.0 ** (5 + 0.1 * step), "network"))
+    rows.append(Row("ntk_effective_rank", "ntk", 4 - 0.2 * step, "network"))
+    rows.append(Row("accuracy", "task", 0.9 - 0.05 * step))
+    rows.append(Row("weight_magnitude", "network", 0.02 + 0.01 * step, "network"))
+    rows.append(Row("dormant_fraction", "network", 0.01 * step, "network", parameters="tau=0.025"))
+    rows.append(Row("probe_auc", "network", float((step - 2.0 - seed) ** 2), "network"))
+    rows.append(Row("parameter_count", "network", 1e6 * (seed + 1), "network"))
+    return rows

@@ -1,0 +1,377 @@
+"""The study of dynamical isometry: spectra of weights, of Jacobians and of the tangent kernel."""
+
+# pandas' stubs call a filtered frame Any where pyarrow has no types.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from ..errors import NotEnoughEvidenceError
+from .delta import depth_order
+from .kind import Kind
+from .panels import (
+    Canvas,
+    canvas,
+    colour_bar,
+    course,
+    depth_colours,
+    finish_courses,
+    legend,
+    map_labels,
+    picture,
+    run_courses,
+    runs_of,
+    span,
+    with_breaks,
+)
+from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick, spaced
+from .style import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Look, mark
+from .ticks import count_text, label_columns, plain, words
+
+PLACE = ["run", "checkpoint", "point", "x", "block", "component"]
+QUANTITIES = {
+    "condition_number": "condition number",
+    "effective_rank_squared": "effective rank (squared)",
+    "effective_rank": "effective rank",
+    "sigma_squared_max": "max σ²",
+    "sigma_squared_min": "min σ²",
+    "sigma_squared_mean": "mean σ²",
+}
+COLOURS = dict(zip(QUANTITIES, (BLUE, GREEN, GREEN, RED, PURPLE, ORANGE), strict=True))
+
+
+def spectra(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """One row a weight matrix and checkpoint: condition number, rank, max, min and mean sigma^2.
+
+    sigma^2 comes from the norms that the tables hold: max = spectral_norm^2, min = (spectral_norm /
+    condition_number)^2, mean = frobenius_norm^2 / min(rows, columns).
+    """
+    condition = _weights(table, choice, "condition_number")
+    wide = condition[[*PLACE, "rows", "columns"]].assign(condition_number=condition["value"])
+    for metric in ("spectral_norm", "frobenius_norm", "effective_rank_squared", "effective_rank"):
+        try:
+            more = _weights(table, choice, metric)
+        except NotEnoughEvidenceError:
+            continue
+        more = more[["run", "checkpoint", "block", "component", "value"]]
+        keys = ["run", "checkpoint", "block", "component"]
+        wide = wide.merge(more.rename(columns={"value": metric}), how="left", on=keys)
+    if "effective_rank_squared" in wide and "effective_rank" in wide:
+        wide = wide.drop(columns="effective_rank")
+    if "spectral_norm" in wide:
+        wide["sigma_squared_max"] = wide["spectral_norm"] ** 2
+        wide["sigma_squared_min"] = (wide["spectral_norm"] / wide["condition_number"]) ** 2
+    if "frobenius_norm" in wide:
+        smaller = wide[["rows", "columns"]].min(axis="columns", skipna=False)
+        wide["sigma_squared_mean"] = wide["frobenius_norm"] ** 2 / smaller
+    return wide
+
+
+def _weights(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
+    data = pick(table, choice, metric, ("weight",))
+    return data[data["head"].isna()]
+
+
+def _means(table: pd.DataFrame, choice: Choice, by_type: bool) -> pd.DataFrame:
+    """Plain means over matrices, of all or of each weight type; null when any matrix has none."""
+    wide = spectra(table, choice)
+    metrics = [name for name in QUANTITIES if name in wide]
+    keys = ["run", "checkpoint", "point", "x"] + (["component"] if by_type else [])
+    long = wide.melt([*PLACE], metrics, var_name="metric")
+    groups = long.groupby([*keys, "metric"], sort=False, dropna=False)["value"]
+    means = groups.agg(lambda one: one.mean(skipna=False)).reset_index()
+    means["matrices"] = groups.size().to_numpy()
+    means = means.assign(block=np.nan, head=np.nan, index=np.nan, status="ok")
+    means = means.assign(series=means["metric"])
+    means = means if by_type else means.assign(component="network")
+    result = grouped(demand_values(means, "spectrum of the weights"), choice)
+    result["metric"] = result["series"]
+    return with_breaks(result.drop(columns="series"), ["metric", "component"])
+
+
+def isometry_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Plain mean over all weight matrices of each spectral quantity, over checkpoints."""
+    return _means(table, choice, by_type=False)
+
+
+def isometry_types_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Plain mean over the matrices of each weight type of each spectral quantity."""
+    return _means(table, choice, by_type=True)
+
+
+def draw_isometry(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """2 x 3 panels: condition number (dashed at 1), rank, max, min and mean of sigma squared.
+
+    Logarithmic where all values are positive and span more than a factor of 100.
+    """
+    metrics = [name for name in QUANTITIES if (data["metric"] == name).any()]
+    on = canvas(of, len(metrics), axes, columns=3, height=1.5, share=(True, False))
+    names = ordered(list(data["component"].unique()))
+    for panel, metric in zip(on.panels, metrics, strict=True):
+        here = data[data["metric"] == metric]
+        for name in names:
+            one, label = here[here["component"] == name], words(name) if len(names) > 1 else ""
+            colour, marker = mark(name, names) if len(names) > 1 else (COLOURS[metric], "o")
+            run_courses(on, panel, one, choice, label, colour, marker)
+        _log_scale(panel, here["value"])
+        panel.set_title(QUANTITIES[metric])
+        if metric == "condition_number":
+            panel.axhline(1, color=of.ink, linestyle="--", linewidth=0.8 * of.line)
+    finish_courses(on, choice, "")
+    return on
+
+
+def _log_scale(axes: Axes, values: pd.Series) -> None:
+    finite = values[np.isfinite(values)]
+    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 100:
+        axes.set_yscale("log")
+
+
+def isometry_map_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """The condition number of every matrix at the first, the middle and the last checkpoint."""
+    metric = choice.metric or "condition_number"
+    data = _weights(table, choice, metric)
+    data = demand_values(grouped(data[data["block"].notna()], choice), metric)
+    kept = [
+        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 3))]
+        for _, one in data.groupby("run", sort=False)
+    ]
+    return pd.concat(kept, ignore_index=True).assign(metric=metric)
+
+
+def draw_isometry_map(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """Layer x weight type, one colour bar clipped to the 2nd to 98th percentile."""
+    blocks, names = blocks_of(data), ordered(list(data["component"].unique()))
+    pairs = [
+        (run, point)
+        for run in runs_of(data, choice)
+        for point in sorted(data.loc[data["run"] == run, "point"].unique())
+    ]
+    height = min(max(1.4, len(blocks) * of.row + 0.5), 6) / (of.double / Look.double)
+    on = canvas(of, len(pairs), axes, columns=3, height=height, width=of.double)
+    limits = span(data["value"], (2, 98))
+    for panel, (run, point) in zip(on.panels, pairs, strict=True):
+        here = data[(data["run"] == run) & (data["point"] == point)]
+        values = here.pivot(index="block", columns="component", values="value")
+        values = values.reindex(index=blocks, columns=names).to_numpy(float)
+        image = picture(on, panel, values, limits, "cividis")
+        map_labels(panel, [str(block) for block in blocks], [])
+        label_columns(panel, [words(name) for name in names])
+        panel.tick_params(axis="x", labelrotation=90)
+        who = f"{plain(run)}, " if len(pairs) > 3 else ""
+        panel.set_title(f"{who}{choice.x} {count_text(here['x'].iloc[0])}")
+    on.panels[0].set_ylabel("block")
+    colour_bar(on, image, words(str(data["metric"].iloc[0])), extend="both")
+    return on
+
+
+def isometry_violins_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Condition number of every matrix at five checkpoints of each run."""
+    metric = choice.metric or "condition_number"
+    data = demand_values(_weights(table, replace(choice, groups={}), metric), metric)
+    kept = [
+        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 5))]
+        for _, one in data.groupby("run", sort=False)
+    ]
+    return pd.concat(kept, ignore_index=True).assign(metric=metric)
+
+
+def draw_isometry_violins(
+    data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None
+) -> Canvas:
+    """Distributions over matrices, in powers of ten; every matrix a dot, the median a line."""
+    runs = [str(run) for run in data["run"].unique()]
+    on = canvas(of, len(runs), axes, columns=2, height=1.9)
+    for panel, run in zip(on.panels, runs, strict=True):
+        here = data[(data["run"] == run) & np.isfinite(data["value"]) & (data["value"] > 0)]
+        points = sorted(data.loc[data["run"] == run, "point"].unique())
+        for place, point in enumerate(points):
+            _violin(panel, np.log10(here.loc[here["point"] == point, "value"]), place, of)
+        xs = data[data["run"] == run].drop_duplicates("point").set_index("point")["x"]
+        label_columns(panel, [count_text(xs[point]) for point in points])
+        panel.set_xlim(-0.6, len(points) - 0.4)
+        panel.set_xlabel("training step" if choice.x == "step" else choice.x)
+        panel.set_title(plain(run) if len(runs) > 1 else "")
+    on.panels[0].set_ylabel(f"log₁₀ {words(str(data['metric'].iloc[0]))}")
+    return on
+
+
+def _violin(axes: Axes, values: pd.Series, place: int, of: Look) -> None:
+    if len(values) >= 2:
+        body = axes.violinplot([values.to_numpy()], [place], showextrema=False, showmedians=True)
+        for shape in body["bodies"]:  # type: ignore[attr-defined]
+            shape.set(facecolor=SKY, alpha=0.55, linewidth=0)
+        body["cmedians"].set(color=of.ink, linewidth=of.line)
+    across = place + np.linspace(-0.06, 0.06, len(values))
+    axes.plot(across, values, linestyle="", marker=".", color=BLUE, markersize=of.marker * 0.8)
+
+
+def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Quantiles of the Jacobian's singular values by component along the depth.
+
+    At the first, middle and last checkpoint; `quantile` is 0 for the least, 1 for the greatest.
+    """
+    parts = [*_extremes(table, choice), *_quantiles(table, choice)]
+    if not parts:
+        raise NotEnoughEvidenceError("the tables hold no Jacobian singular values")
+    data = pd.concat(parts, ignore_index=True)
+    data = demand_values(data[data["head"].isna()], "Jacobian singular values")
+    kept = [
+        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 3))]
+        for _, one in data.groupby("run", sort=False)
+    ]
+    data = pd.concat(kept, ignore_index=True)
+    places = {key: place for place, key in enumerate(depth_order(data))}
+    keys = zip(data["block"], data["component"], strict=True)
+    return data.assign(place=[places[None if pd.isna(b) else int(b), name] for b, name in keys])
+
+
+def _extremes(table: pd.DataFrame, choice: Choice) -> list[pd.DataFrame]:
+    parts = []
+    for metric, quantile in (("jacobian_sigma_min", 0.0), ("jacobian_sigma_max", 1.0)):
+        try:
+            data = pick(table, choice, metric, ("jacobian",))
+        except NotEnoughEvidenceError:
+            continue
+        parts.append(grouped(data, choice).assign(quantile=quantile))
+    return parts
+
+
+def _quantiles(table: pd.DataFrame, choice: Choice) -> list[pd.DataFrame]:
+    names = [n for n in table["metric"].dropna().unique() if str(n).startswith("jacobian")]
+    parts = []
+    for metric in (str(name) for name in names if "quantile" in str(name)):
+        for parameters in table.loc[table["metric"] == metric, "parameters"].dropna().unique():
+            share = _share(str(parameters))
+            if share is not None:
+                data = pick(table, replace(choice, parameters=str(parameters)), metric)
+                parts.append(grouped(data, choice).assign(quantile=share))
+    return parts
+
+
+def _share(parameters: str) -> float | None:
+    """The quantile that a parameters text such as "q=0.5" or "quantile=0.5" names."""
+    for part in parameters.replace(";", ",").split(","):
+        name, _, value = part.strip().partition("=")
+        if name in ("q", "quantile"):
+            return float(value)
+    return None
+
+
+def draw_jacobian(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """A panel a checkpoint, a line a quantile, a line at 1 (isometry), log y."""
+    order = depth_order(data)
+    pairs = [
+        (run, point)
+        for run in runs_of(data, choice)
+        for point in sorted(data.loc[data["run"] == run, "point"].unique())
+    ]
+    on = canvas(of, len(pairs), axes, columns=3, height=2.2, width=of.double)
+    quantiles = sorted(data["quantile"].unique())
+    for panel, (run, point) in zip(on.panels, pairs, strict=True):
+        here = data[(data["run"] == run) & (data["point"] == point)]
+        for colour, marker, share in zip(
+            depth_colours(len(quantiles), of), "v<os^>DP*" * 3, quantiles, strict=False
+        ):
+            one = here[here["quantile"] == share].set_index("place").reindex(range(len(order)))
+            along = pd.DataFrame({"x": one.index, "point": one.index, "value": one["value"]})
+            name = {0.0: "least", 1.0: "greatest"}.get(share, f"quantile {share:g}")
+            course(on, panel, along, name, colour=colour, marker=marker)
+        _log_scale(panel, data["value"])
+        panel.axhline(1, color=of.ink, linestyle="--", linewidth=0.8 * of.line)
+        label_columns(panel, [words(n) if b is None else f"{b}: {words(n)}" for b, n in order])
+        panel.tick_params(axis="x", labelrotation=90)
+        who = f"{plain(run)}, " if len(pairs) > 3 else ""
+        panel.set_title(f"{who}{choice.x} {count_text(here['x'].iloc[0])}")
+    on.panels[0].set_ylabel("singular values of the Jacobian")
+    legend(on)
+    return on
+
+
+def ntk_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Spectrum of the empirical tangent kernel, its condition number and effective rank."""
+    parts = []
+    for metric in ("ntk_spectrum", "ntk_condition_number", "ntk_effective_rank"):
+        try:
+            data = pick(table, choice, metric, (), indexed=metric == "ntk_spectrum")
+        except NotEnoughEvidenceError:
+            continue
+        data = data[data["block"].isna()]
+        data = data[data["component"].isna() | (data["component"] == "network")]
+        if len(data):
+            parts.append(with_breaks(grouped(data, choice), ["index"]).assign(metric=metric))
+    if not parts:
+        raise NotEnoughEvidenceError("the tables hold no tangent kernel")
+    return demand_values(pd.concat(parts, ignore_index=True), "tangent kernel")
+
+
+def draw_ntk(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """Eigenvalues over checkpoints (log), condition number (log) and effective rank."""
+    metrics = list(dict.fromkeys(data["metric"]))
+    on = canvas(of, len(metrics), axes, columns=3, height=1.8, share=(True, False))
+    for panel, metric in zip(on.panels, metrics, strict=True):
+        here = data[data["metric"] == metric]
+        if metric == "ntk_spectrum":
+            _spectrum(on, panel, here, choice, of)
+        else:
+            colour = BLUE if metric == "ntk_condition_number" else GREEN
+            run_courses(on, panel, here, choice, "", colour, "o")
+        if metric != "ntk_effective_rank":
+            panel.set_yscale("log", nonpositive="mask")
+        panel.set_title(words(metric))
+    finish_courses(on, choice, "")
+    return on
+
+
+def _spectrum(on: Canvas, axes: Axes, data: pd.DataFrame, choice: Choice, of: Look) -> None:
+    numbers = sorted(data["index"].unique())
+    for colour, number in zip(depth_colours(len(numbers), of), numbers, strict=True):
+        label = f"eigenvalue {int(number)}" if number in (numbers[0], numbers[-1]) else ""
+        run_courses(on, axes, data[data["index"] == number], choice, label, colour)
+
+
+isometry = Kind(
+    "isometry",
+    "condition number, effective rank, max, min and mean of sigma squared over all weights",
+    isometry_data,
+    draw_isometry,
+    takes_metric=False,
+)
+isometry_types = Kind(
+    "isometry-types",
+    "the same spectral quantities for each weight type",
+    isometry_types_data,
+    draw_isometry,
+    takes_metric=False,
+)
+isometry_map = Kind(
+    "isometry-map",
+    "condition number, layer x weight type, at the first, middle and last checkpoint",
+    isometry_map_data,
+    draw_isometry_map,
+)
+isometry_violins = Kind(
+    "isometry-violins",
+    "distribution of the condition numbers of all matrices at five checkpoints",
+    isometry_violins_data,
+    draw_isometry_violins,
+)
+jacobian_depth = Kind(
+    "jacobian-depth",
+    "quantiles of the Jacobian's singular values by depth, with a line at 1",
+    jacobian_data,
+    draw_jacobian,
+    takes_metric=False,
+)
+ntk = Kind(
+    "ntk",
+    "spectrum of the empirical tangent kernel over checkpoints, condition number and rank",
+    ntk_data,
+    draw_ntk,
+    takes_metric=False,
+)

@@ -1,0 +1,153 @@
+"""The study of non-smooth components: how fast each component's output moves with its input."""
+
+# pandas' stubs call a filtered frame Any where pyarrow has no types.
+# mypy: disable-error-code="no-any-return"
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+
+from ..errors import NotEnoughEvidenceError
+from .kind import Kind
+from .panels import Canvas, bottom, canvas, course, finish_courses, legend, runs_of, visible
+from .selection import Choice, demand_values, grouped, ordered, pick
+from .style import BLUE, DASHES, Look, mark
+from .ticks import count_axis, label_columns, words
+
+RATES = ("rate_of_change", "rate_of_change_embedding")
+
+
+def rate_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Rate of change of every component and block at each run's last checkpoint.
+
+    `low` and `high` are the 95 % band: 1.96 standard errors, or, for a group of runs, 1.96 times
+    their standard deviation over the square root of their number.
+    """
+    metric = _rate(table, choice)
+    data = pick(table, choice, metric)
+    data = grouped(data[data["block"].notna() & data["head"].isna()], choice)
+    data = demand_values(data, metric)
+    last = data.groupby("run")["point"].transform("max")
+    data = data[data["point"] == last]
+    error = data["standard_error"].fillna(data["spread"] / np.sqrt(data["runs"]))
+    band = {"low": data["value"] - 1.96 * error, "high": data["value"] + 1.96 * error}
+    return data.assign(metric=metric, **band)
+
+
+def _rate(table: pd.DataFrame, choice: Choice) -> str:
+    present = set(table["metric"].dropna().unique())
+    found = choice.metric or next((name for name in RATES if name in present), None)
+    if found is None:
+        raise NotEnoughEvidenceError("the tables hold no rate_of_change")
+    return found
+
+
+def draw_rate(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """Block on x, a line a component, its band shaded."""
+    on = canvas(of, 1, axes, height=2.2)
+    panel, runs = on.panels[0], runs_of(data, choice)
+    names = ordered(list(data["component"].unique()))
+    for name in names:
+        colour, marker = mark(name, names)
+        for place, run in enumerate(runs):
+            one = data[(data["component"] == name) & (data["run"] == run)].sort_values("block")
+            along = one.assign(x=one["block"], point=one["block"], spread=np.nan)
+            dash = DASHES[place % len(DASHES)]
+            label = words(name) if len(runs) == 1 else f"{words(name)}, {run}"
+            course(on, panel, along, label, colour=colour, marker=marker, dash=dash)
+            shade = visible(colour, of)
+            panel.fill_between(
+                along["x"], one["low"], one["high"], color=shade, alpha=0.2, linewidth=0
+            )
+    count_axis(panel.xaxis, 8)
+    panel.set_xlabel("block")
+    panel.set_ylabel(words(str(data["metric"].iloc[0])))
+    legend(on)
+    return on
+
+
+def rate_box_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Rate of change of every component, block and checkpoint."""
+    metric = _rate(table, choice)
+    data = pick(table, choice, metric)
+    data = data[data["block"].notna() & data["head"].isna()]
+    return demand_values(data, metric).assign(metric=metric)
+
+
+def draw_rate_box(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """A box a component over its blocks and checkpoints; null values are counted in the label."""
+    names = ordered(list(data["component"].unique()))
+    on = canvas(of, 1, axes, height=2.2, width=of.single if len(names) < 5 else of.double)
+    panel = on.panels[0]
+    labels = []
+    for place, name in enumerate(names):
+        values = data.loc[data["component"] == name, "value"].to_numpy(float)
+        known = values[np.isfinite(values)]
+        labels.append(f"{words(name)}\n(n = {len(known)})")
+        box = panel.boxplot([known], positions=[place], widths=0.6, patch_artist=True)
+        for patch in box["boxes"]:
+            patch.set(facecolor=visible(mark(name)[0], of), alpha=0.6, edgecolor=of.ink)
+        for part in ("whiskers", "caps", "medians"):
+            for line in box[part]:
+                line.set(color=of.ink, linewidth=0.8 * of.line)
+        for line in box["fliers"]:
+            line.set(markersize=of.marker, markeredgecolor=of.ink)
+    label_columns(panel, labels)
+    panel.set_ylabel(words(str(data["metric"].iloc[0])))
+    return on
+
+
+def rate_bound_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Measured rate of change and its theoretical bound, component by component and block."""
+    measured = rate_data(table, choice)
+    bound = pick(table, choice, "rate_of_change_bound")
+    bound = grouped(bound[bound["block"].notna() & bound["head"].isna()], choice)
+    keys = ["run", "point", "block", "component"]
+    both = measured.merge(bound[[*keys, "value"]].rename(columns={"value": "bound"}), on=keys)
+    if not np.isfinite(both["bound"].to_numpy(float)).any():
+        raise NotEnoughEvidenceError("no bound on the rate of change")
+    return both
+
+
+def draw_rate_bound(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
+    """A panel a component, block on x: measured solid, bound dashed, log y."""
+    names = ordered(list(data["component"].unique()))
+    on = canvas(of, len(names), axes, columns=3, height=1.4)
+    for panel, name in zip(on.panels, names, strict=True):
+        for run in runs_of(data, choice):
+            one = data[(data["component"] == name) & (data["run"] == run)].sort_values("block")
+            along = one.assign(x=one["block"], point=one["block"], spread=np.nan)
+            course(on, panel, along, "measured", colour=BLUE, marker="o")
+            limit = along.assign(value=one["bound"])
+            course(on, panel, limit, "bound", colour=of.ink, dash="--")
+        panel.set_yscale("log", nonpositive="mask")
+        panel.set_title(words(name))
+    finish_courses(on, choice, words(str(data["metric"].iloc[0])))
+    for panel in bottom(on):
+        panel.set_xlabel("block")
+    return on
+
+
+rate_of_change = Kind(
+    "rate-of-change",
+    "rate of change by depth, a line a component with a 95 % band, at the last checkpoint",
+    rate_data,
+    draw_rate,
+    takes_metric=False,
+)
+rate_box = Kind(
+    "rate-of-change-box",
+    "rate of change by component over blocks and checkpoints",
+    rate_box_data,
+    draw_rate_box,
+    takes_metric=False,
+)
+rate_bound = Kind(
+    "rate-of-change-bound",
+    "measured rate of change against its theoretical bound, log y",
+    rate_bound_data,
+    draw_rate_bound,
+    takes_metric=False,
+)
