@@ -19,6 +19,12 @@ ENERGY = 0.99
 _SCALE = ("scale: unchanged", "rotation: unchanged", "permutation: unchanged")
 
 
+def relative(values: Floats) -> Floats:
+    """Singular values [..., n] over the largest, so that no square overflows; 0 where it is 0."""
+    top = values[..., :1]
+    return np.where(top > 0, values / np.where(top > 0, top, 1.0), values * 0.0)
+
+
 def shares(terms: Floats) -> Floats:
     """Terms [..., n] divided by their sum; 0 where the sum is 0."""
     total = terms.sum(-1, keepdims=True)
@@ -108,7 +114,7 @@ def effective_rank_squared(spectrum: Spectrum) -> Floats:
     Read: as effective_rank; never above it.
     Misleads: not comparable with effective_rank: for one matrix it is much lower.
     """
-    return entropy_rank(spectrum.values**2, floor=1e-10)
+    return entropy_rank(relative(spectrum.values) ** 2, floor=1e-10)
 
 
 @metric(
@@ -144,7 +150,7 @@ def approximate_rank(spectrum: Spectrum) -> Values:
     Read: the number of principal directions that reproduce the matrix to 1 % of its energy.
     Misleads: blind to small directions, however many; features with a large mean give 1.
     """
-    return Values(count_rank(spectrum.values**2), parameters="delta=0.01")
+    return Values(count_rank(relative(spectrum.values) ** 2), parameters="delta=0.01")
 
 
 @metric(
@@ -162,8 +168,7 @@ def stable_rank(spectrum: Spectrum) -> Floats:
     Misleads: set by the largest singular value alone: one outlier direction lowers it while all
     others are healthy. Other codes call srank or participation_ratio "stable rank".
     """
-    top = spectrum.values[..., 0] ** 2
-    return np.where(top > 0, (spectrum.values**2).sum(-1) / np.where(top > 0, top, 1.0), top)
+    return np.asarray((relative(spectrum.values) ** 2).sum(-1))
 
 
 @metric(
@@ -182,7 +187,7 @@ def participation_ratio(features: Features) -> Values:
     Also called: "stable rank" in Joudaki's code.
     """
     centered = features.centered
-    p = shares(centered.values**2)
+    p = shares(relative(centered.values) ** 2)
     squares = (p**2).sum(-1)
     ratio = np.where(squares > 0, 1.0 / np.where(squares > 0, squares, 1.0), squares)
     return Values(ratio, maximum=centered.attainable.astype(np.float64), status=centered.status)
@@ -265,5 +270,5 @@ def frobenius_norm(spectrum: Spectrum) -> Floats:
     Read: the size of the whole matrix; see weight_rms for a value that doesn't grow with its shape.
     Misleads: of features it grows with the square root of the number of rows.
     """
-    squares: Floats = spectrum.values**2
-    return np.asarray(np.sqrt(squares.sum(-1)))
+    squares = (relative(spectrum.values) ** 2).sum(-1)
+    return np.asarray(spectrum.values[..., 0] * np.sqrt(squares))

@@ -70,8 +70,8 @@ class FeatureSums:
         self.counts = np.zeros(folds, dtype=np.int64)
         self.held: list[Tensor] = []
         self.held_folds: list[Tensor] = []
-        self.stride = 1
-        self.seen = 0
+        self.kept = 1.0
+        self.generator = torch.Generator().manual_seed(0)
         self.pivot: Tensor | None = None
         self.moments: Tensor | None = None
         self.residuals: _Residuals | None = None
@@ -107,10 +107,11 @@ class FeatureSums:
         return self.folds * 8 * int(np.prod(self.shape)) * self.shape[-1]
 
     def _hold(self, x: Tensor, fold: Tensor) -> None:
-        chosen = torch.arange(-self.seen % self.stride, len(x), self.stride)
-        self.seen += len(x)
-        self.held.append(x[chosen.to(x.device)] if self.stride > 1 else x.clone())
-        self.held_folds.append(fold[chosen])
+        if self.kept < 1:
+            chosen = self._chosen(len(x), self.kept)
+            x, fold = x[chosen.to(x.device)], fold[chosen]
+        self.held.append(x.clone())
+        self.held_folds.append(fold)
         held = sum(part.numel() * part.element_size() for part in self.held)
         if held > self._moment_bytes and self._moment_bytes <= 2 * ROWS_LIMIT:
             self._convert()
@@ -118,11 +119,16 @@ class FeatureSums:
             self._thin()
 
     def _thin(self) -> None:
-        """Every second row goes, now and from here on: the vocabulary doesn't set the memory."""
+        """Half of the rows go, now and from here on: the vocabulary doesn't set the memory."""
         rows, folds = torch.cat(self.held), torch.cat(self.held_folds)
         while len(rows) > 2 and rows.numel() * rows.element_size() > ROWS_LIMIT:
-            rows, folds, self.stride = rows[::2].clone(), folds[::2], self.stride * 2
+            chosen = self._chosen(len(rows), 0.5)
+            rows, folds, self.kept = rows[chosen.to(rows.device)], folds[chosen], self.kept / 2
         self.held, self.held_folds = [rows], [folds]
+
+    def _chosen(self, rows: int, share: float) -> Tensor:
+        """A seeded choice: a regular one could take all rows of one fold."""
+        return (torch.rand(rows, generator=self.generator) < share).nonzero().squeeze(1)
 
     def _convert(self) -> None:
         assert self.pivot is not None

@@ -12,6 +12,7 @@ garbage without an error).
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -62,7 +63,7 @@ def spectra_of(matrices: Tensor) -> Spectrum:
     """The spectrum of each matrix of [..., r, c] in its stored dtype, any float, any device."""
     *batch, r, c = matrices.shape
     n = min(r, c)
-    flat = matrices.detach().reshape(-1, r, c)
+    flat = matrices.detach().reshape(math.prod(batch), r, c)
     values = np.full((len(flat), n), np.nan)
     square = np.full(len(flat), np.nan)
     status = np.full(len(flat), "ok", dtype="<U16")

@@ -47,10 +47,10 @@ class Magnitude:
         batched: bool = False,
     ) -> Magnitude:
         """Of a whole tensor of any shape (biases and gains too); `batched`: axis 0 are heads."""
-        flat = tensor.detach().reshape(len(tensor), -1) if batched else tensor.detach().reshape(-1)
+        flat = tensor.detach().flatten(1) if batched else tensor.detach().reshape(-1)
         absolute = _sums(flat, lambda part: part.abs())
         square = _sums(flat, lambda part: part.square())
-        status = np.where(np.isfinite(square), "ok", "non_finite").astype("<U16")
+        status = np.where(np.isfinite(absolute), "ok", "non_finite").astype("<U16")
         status = np.where(square == 0, "zero_matrix", status).astype("<U16")
         return cls(
             count=flat.shape[-1],
@@ -114,10 +114,9 @@ def _distance(tensor: Tensor, other: Tensor | None, batched: bool) -> Floats | s
         return None
     if other.shape != tensor.shape:
         return "shape_changed"
-    shape = (len(tensor), -1) if batched else (-1,)
-    return _sums(
-        tensor.detach().reshape(shape), lambda part: part.square(), other.detach().reshape(shape)
-    )
+    start = 1 if batched else 0
+    now, before = tensor.detach().flatten(start), other.detach().flatten(start)
+    return _sums(now, lambda part: part.square(), before)
 
 
 def _sums(flat: Tensor, term: Callable[[Tensor], Tensor], minus: Tensor | None = None) -> Floats:

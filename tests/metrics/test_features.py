@@ -1,0 +1,179 @@
+"""Feature ranks from running sums equal those of the stored rows; too few rows say so."""
+
+import numpy as np
+import pytest
+import torch
+from torch.testing import assert_close
+
+from plastiscope.metrics import Place, measure
+from plastiscope.observations import FeatureSums, features
+
+PLACE = Place("fc2", 0, "feature")
+MODES = {"held, few": (20, 48), "held, many": (70, 48), "moments": (900, 48)}
+
+
+def summed(x, folds=4, batch=16, inputs=None):
+    sums = FeatureSums(folds)
+    fold = torch.arange(len(x)) % folds
+    for start in range(0, len(x), batch):
+        part = slice(start, start + batch)
+        where = inputs[part] - inputs[part].min() if inputs is not None else None
+        sums.add(x[part], fold[part], where)
+    return sums.finish()
+
+
+def rows(observation, place=PLACE):
+    return {(r.metric, r.parameters): r for r in measure(observation, place)}
+
+
+def data(n, d, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    spread = torch.logspace(0, -3, d, dtype=torch.float64)
+    x = torch.randn(n, d, dtype=torch.float64, generator=generator) * spread
+    return (x + torch.randn(d, dtype=torch.float64, generator=generator)).float()
+
+
+def effective_rank(x):
+    sigma = np.linalg.svd(x.double().numpy(), compute_uv=False)
+    p = sigma[sigma > 0] / sigma.sum()
+    return float(np.exp(-(p * np.log(p)).sum()))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_sums_equal_an_svd_of_the_stored_rows(mode):
+    x = data(*MODES[mode])
+    found = summed(x)
+    sigma = torch.linalg.svdvals(x.double())
+    assert_close(torch.as_tensor(found.spectrum.values[0]), sigma, rtol=1e-6, atol=1e-8)
+    centered = torch.linalg.svdvals(x.double() - x.double().mean(0))
+    assert_close(torch.as_tensor(found.centered.values[0]), centered, rtol=1e-6, atol=1e-7)
+    row = rows(found)["effective_rank", ""]
+    assert row.value == pytest.approx(effective_rank(x), rel=1e-6)
+    assert (row.rows, row.columns, row.maximum) == (*x.shape, min(x.shape))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_standard_error_is_the_jackknife_over_folds(mode):
+    x = data(*MODES[mode], seed=1)
+    fold = torch.arange(len(x)) % 4
+    left = np.array([effective_rank(x[fold != k]) for k in range(4)])
+    expected = np.sqrt(3 / 4 * ((left - left.mean()) ** 2).sum())
+    row = rows(summed(x))["effective_rank", ""]
+    assert row.standard_error == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("n", [12, 300])
+def test_heads_equal_their_own_features(n):
+    x = data(n, 3 * 16).reshape(n, 3, 16)
+    found = measure(summed(x), Place("q", 0, "feature", heads=3))
+    for h in range(3):
+        single = rows(summed(x[:, h]))
+        mine = {(r.metric, r.parameters): r for r in found if r.head == h}
+        for key, row in mine.items():
+            assert row.value == pytest.approx(single[key].value, rel=1e-7), key
+            assert row.rows == n and row.columns == 16
+
+
+def test_batches_and_their_order_do_not_matter():
+    x = data(200, 24)
+    one, many = rows(summed(x, batch=200)), rows(summed(x, batch=7))
+    for key in ("effective_rank", ""), ("participation_ratio", ""), ("feature_norm", ""):
+        assert one[key].value == pytest.approx(many[key].value, rel=1e-9)
+
+
+@pytest.mark.parametrize("n", [30, 500])
+def test_equal_rows_have_no_variation(n):
+    """Every CLS token is the same after the embedding."""
+    x = torch.randn(24, generator=torch.Generator().manual_seed(2)).expand(n, 24)
+    found = rows(summed(x.clone(), batch=8))
+    assert found["effective_rank", ""].value == pytest.approx(1, abs=1e-6)
+    row = found["effective_rank_centered", ""]
+    assert row.value == 0 and row.status == "zero_matrix"
+    assert found["participation_ratio", ""].value == 0
+
+
+def test_tiny_variation_on_a_large_mean_is_resolved():
+    """Second moments about 0 would lose it: 1e-5 of the mean in float64 rows."""
+    noise = torch.randn(400, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    x = 1e5 + noise
+    found = rows(summed(x))["participation_ratio", ""].value
+    lam = torch.linalg.eigvalsh(torch.cov(noise.T))
+    assert found == pytest.approx(float(lam.sum() ** 2 / lam.square().sum()), rel=1e-7)
+
+
+def test_rank_four_features_are_rank_four_with_few_rows_or_many():
+    generator = torch.Generator().manual_seed(4)
+    basis = torch.linalg.qr(torch.randn(64, 4, generator=generator)).Q
+    for n in (16, 4000):
+        x = torch.randn(n, 4, generator=generator) @ basis.T
+        found = rows(summed(x, batch=64))
+        assert 3 < found["effective_rank", ""].value <= 4.0001
+        assert found["effective_rank", ""].status == "ok"
+
+
+def test_too_few_rows_say_so_rather_than_look_collapsed():
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(5))
+    few = rows(summed(x))
+    assert few["effective_rank", ""].status == "insufficient_rows"
+    assert few["effective_rank", ""].maximum == 16
+    many = rows(summed(torch.randn(640, 64, generator=torch.Generator().manual_seed(5))))
+    assert many["effective_rank", ""].status == "ok"
+    one = rows(summed(x[:1], folds=2))["participation_ratio", ""]
+    assert one.value is None and one.status == "insufficient_rows"
+
+
+def test_unresolved_condition_number_is_no_number():
+    x = torch.randn(300, 6, generator=torch.Generator().manual_seed(6))
+    assert rows(summed(x))["condition_number", ""].value == pytest.approx(
+        float(torch.linalg.cond(x.double())), rel=1e-6
+    )
+    x[:, 5] = x[:, 4]
+    row = rows(summed(x))["condition_number", ""]
+    assert row.value is None and row.status == "unresolved"
+
+
+@pytest.mark.parametrize("n", [20, 200])
+def test_non_finite_row_makes_null(n):
+    x = data(n, 24)
+    x[3, 3] = torch.inf
+    found = rows(summed(x))
+    for key in ("effective_rank", ""), ("effective_rank_centered", ""), ("feature_norm", ""):
+        assert found[key].value is None and found[key].status == "non_finite", key
+
+
+def test_vocabulary_does_not_set_the_memory(monkeypatch):
+    monkeypatch.setattr(features, "ROWS_LIMIT", 1 << 16)
+    sums = FeatureSums(2)
+    for seed in range(40):
+        x = torch.randn(16, 2048, generator=torch.Generator().manual_seed(seed))
+        sums.add(x, torch.arange(16) % 2)
+        held = sum(part.numel() * part.element_size() for part in sums.held)
+        assert held <= (1 << 16) + x.numel() * 4
+    found = rows(sums.finish())
+    assert found["effective_rank", ""].rows == len(torch.cat(sums.held))
+    assert found["effective_rank", ""].status == "insufficient_rows"
+    assert found["feature_norm", ""].value == pytest.approx(2048**0.5, rel=0.01)
+
+
+def test_rank_residual_is_taken_input_by_input():
+    """Tokens that are equal within each input, though not between inputs, are collapsed."""
+    inputs = torch.arange(10).repeat_interleave(6)
+    token = torch.randn(10, 8, generator=torch.Generator().manual_seed(7))
+    collapsed = summed(token[inputs], inputs=inputs, batch=12)
+    assert rows(collapsed)["rank_residual", ""].value == pytest.approx(0, abs=1e-7)
+    x = torch.randn(60, 8, generator=torch.Generator().manual_seed(8))
+    expected = [
+        float(
+            (x[6 * b : 6 * b + 6] - x[6 * b : 6 * b + 6].mean(0)).norm()
+            / x[6 * b : 6 * b + 6].norm()
+        )
+        for b in range(10)
+    ]
+    found = rows(summed(x, inputs=inputs, batch=12))["rank_residual", ""]
+    assert found.value == pytest.approx(np.mean(expected), rel=1e-5)
+    assert ("rank_residual", "") not in rows(summed(x))
+
+
+def test_no_rows_is_an_error():
+    with pytest.raises(ValueError, match="no rows"):
+        FeatureSums(2).finish()

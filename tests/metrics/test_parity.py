@@ -1,0 +1,62 @@
+"""The same quantities as other tools give, each re-derived from its published definition."""
+
+import numpy as np
+import pytest
+import torch
+
+from plastiscope.metrics import Place, measure
+from plastiscope.observations import UnitSums, Weight
+
+
+def values(observation, subject="weight"):
+    found = measure(observation, Place("fc1", 0, subject))
+    return {(r.metric, r.parameters): r.value for r in found}
+
+
+def test_one_relu_matrix_and_its_four_stable_ranks():
+    """Four published quantities called "stable rank" on one 1024 x 256 ReLU matrix."""
+    rng = np.random.default_rng(0)
+    h = np.maximum(rng.standard_normal((1024, 64)) @ rng.standard_normal((64, 256)), 0)
+    sigma = np.linalg.svd(h, compute_uv=False)
+    found = values(Weight.of(torch.as_tensor(h)))
+    srank = int(np.argmax(np.cumsum(sigma) / sigma.sum() >= 0.99)) + 1
+    assert found["srank", "delta=0.01"] == srank
+    assert found["stable_rank", ""] == pytest.approx((h**2).sum() / sigma[0] ** 2, rel=1e-10)
+    assert found["srank", "delta=0.01"] > 10 * found["stable_rank", ""]
+
+
+def test_effective_rank_of_the_loss_of_plasticity_code():
+    """Dohare et al.: exp of the natural entropy of the L1-normalised singular values."""
+    matrix = np.random.default_rng(1).standard_normal((50, 30)) @ np.diag(np.geomspace(1, 1e-3, 30))
+    sigma = np.sqrt(np.linalg.eigvalsh(matrix.T @ matrix))
+    entropy = 0.0
+    for share in sigma / np.abs(sigma).sum():
+        entropy -= share * np.log(share)
+    found = values(Weight.of(torch.as_tensor(matrix)))
+    assert found["effective_rank", ""] == pytest.approx(np.e**entropy, rel=1e-6)
+
+
+def test_redo_score_of_dopamine():
+    """Mean |activation| per neuron over the batch, over the mean of that across neurons."""
+    h = torch.relu(torch.randn(200, 40, generator=torch.Generator().manual_seed(2)))
+    h[:, :6] *= torch.tensor([0.0, 0.001, 0.02, 0.05, 0.09, 0.2])
+    score = h.abs().mean(0) / (h.abs().mean(0).mean() + 1e-9)
+    sums = UnitSums(4, "relu")
+    sums.add(h, h, torch.arange(200) % 4)
+    found = values(sums.finish(), "unit")
+    for tau in (0, 0.01, 0.025, 0.1):
+        expected = float((score <= tau).double().mean())
+        assert found["dormant_fraction", f"tau={tau:g}"] == pytest.approx(expected)
+    assert found["dormant_fraction", "tau=0.1"] == pytest.approx(5 / 40)
+    for q in (1, 5, 25, 50):
+        expected = np.percentile(score.double().numpy(), q)
+        assert found["dormancy_score", f"quantile={q}"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_heads_are_bounded_by_the_llm_study():
+    """Positions 256 to 2048 of a causal map: Hmax 6.9215 nats, thresholds 6.2293 and 0.6921."""
+    seen = np.arange(256, 2049)
+    highest = np.log(seen).mean()
+    assert highest == pytest.approx(6.9215, abs=2e-4)
+    assert 0.9 * highest == pytest.approx(6.2293, abs=2e-4)
+    assert 0.1 * highest == pytest.approx(0.6921, abs=2e-4)
