@@ -81,15 +81,16 @@ def read_table(folder: Path) -> dict[str, Any]:
     """The raw configuration table of a folder; empty when there is no file."""
     file = folder / "plastiscope.toml"
     if file.exists():
-        return _parse(file)
+        return parse_toml(file)
     project = folder / "pyproject.toml"
     table: dict[str, Any] = {}
     if project.exists():
-        table = _parse(project).get("tool", {}).get("plastiscope", {})
+        table = parse_toml(project).get("tool", {}).get("plastiscope", {})
     return table
 
 
-def _parse(file: Path) -> dict[str, Any]:
+def parse_toml(file: Path) -> dict[str, Any]:
+    """A file's content. Raises UsageError when it isn't TOML."""
     try:
         return tomllib.loads(file.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -1,0 +1,172 @@
+"""What a gate found: one finding a value, the same for every format and for the exit status."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..errors import FAILED, NOT_ENOUGH_EVIDENCE, PASSED
+from .rules import Rule
+from .values import Series
+
+REGRESSION = "regression"
+GAPS = {
+    "null": "no value in the new run",
+    "missing": "gone from the new run",
+    "unmatched": "a rule that matches nothing",
+    "reference": "nothing to compare with",
+    "probe": "measured with another probe",
+    "version": "measured by another version of the metric",
+    "architecture": "another architecture",
+    "baseline": "no baseline",
+    "nothing": "nothing was compared",
+}
+NOTES = {
+    "new": "not in the baseline",
+    "unchanged_null": "no value before and now",
+    "measured_now": "no value before, one now",
+    "accepted": "no value, accepted by the rule",
+    "few": "moved, in too few places for the rule",
+    "note": "note",
+}
+_RANK = {"fail": 0, "warn": 1, "informational": 2}
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """The three tolerances of a comparison, in the metric's unit; the largest decides.
+
+    `errors` is the statistical one: so many standard errors of the difference.
+    """
+
+    absolute: float
+    relative: float
+    errors: float
+
+    @property
+    def decisive(self) -> float:
+        return max(self.absolute, self.relative, self.errors)
+
+    def __str__(self) -> str:
+        names = {"absolute": self.absolute, "relative": self.relative, "errors": self.errors}
+        name = max(names, key=lambda n: names[n])
+        words = {"relative": "relative", "absolute": "absolute", "errors": "standard errors"}
+        return f"{self.decisive:.3g} ({words[name]})"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that the gate has to say.
+
+    `kind` is "regression", a key of GAPS (not enough evidence) or of NOTES; `severity` fail, warn
+    or informational. `before` and `after` are null when there is no value; `excess` is the change
+    in the bad direction over the tolerance (above 1 for a regression).
+    """
+
+    kind: str
+    severity: str
+    message: str
+    rule: str = ""
+    run: str = ""
+    step: int | None = None
+    series: Series | None = None
+    before: float | None = None
+    after: float | None = None
+    at: str = ""
+    tolerance: Tolerance | None = None
+    excess: float = 0.0
+
+    @property
+    def fails(self) -> bool:
+        return self.severity == "fail"
+
+    @property
+    def order(self) -> tuple[object, ...]:
+        """Worst first: regressions before gaps before notes, the largest excess first."""
+        kind = 0 if self.kind == REGRESSION else 1 if self.kind in GAPS else 2
+        place = self.series.order if self.series else ()
+        return _RANK[self.severity], kind, -self.excess, self.rule, self.run, place, self.step or 0
+
+
+@dataclass(frozen=True)
+class Result:
+    """The outcome of a gate: `findings` worst first, and how much was compared.
+
+    `rules` are those that were applied; `matched` counts, for each name, the values compared;
+    `out` is where the tables lie, when they lie somewhere; `baseline` what was compared with.
+    """
+
+    findings: tuple[Finding, ...]
+    compared: int
+    rules: tuple[Rule, ...]
+    matched: dict[str, int] = field(default_factory=dict)
+    runs: tuple[str, ...] = ()
+    out: str | None = None
+    baseline: str | None = None
+
+    @property
+    def regressions(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.kind == REGRESSION and f.fails)
+
+    @property
+    def gaps(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.kind in GAPS and f.fails)
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.severity == "warn")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        return tuple(f for f in self.findings if f.severity == "informational")
+
+    @property
+    def status(self) -> int:
+        """0 pass, 1 regression, 4 not enough evidence. A regression outweighs missing evidence."""
+        if self.regressions:
+            return FAILED
+        return NOT_ENOUGH_EVIDENCE if self.gaps else PASSED
+
+    @property
+    def passed(self) -> bool:
+        return self.status == PASSED
+
+    @property
+    def verdict(self) -> str:
+        """The outcome in one sentence."""
+        said = {
+            PASSED: "passed",
+            FAILED: f"failed: {_count(len(self.regressions), 'regression')}",
+            NOT_ENOUGH_EVIDENCE: f"not enough evidence: {_count(len(self.gaps), 'gap')}",
+        }[self.status]
+        also = f", {_count(len(self.gaps), 'gap')}" if self.regressions and self.gaps else ""
+        rules = _count(len(self.rules), "rule")
+        return f"{said}{also} ({_count(self.compared, 'comparison')} by {rules})"
+
+    def look(self, finding: Finding) -> str:
+        """The command that shows the series of a finding; empty when there is none."""
+        return look(self.out, finding)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def look(out: str | None, finding: Finding) -> str:
+    """`plastiscope show ...` for a finding."""
+    series = finding.series
+    if out is None or series is None:
+        return ""
+    words: list[object] = ["plastiscope", "show", out, "--metric", series.metric]
+    for option, value in (
+        ("--component", series.component),
+        ("--block", series.block),
+        ("--head", series.head),
+    ):
+        words += [] if value is None else [option, value]
+    return shlex.join(str(w) for w in words)
+
+
+def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    return tuple(sorted(findings, key=lambda f: f.order))
