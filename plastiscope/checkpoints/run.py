@@ -1,4 +1,4 @@
-"""What a run of checkpoints is: the values that the readers return and the rest of the tool uses."""
+"""What a run of checkpoints is: the values that readers return and the rest of the tool uses."""
 
 from __future__ import annotations
 
@@ -25,6 +25,10 @@ class TensorInfo:
     alias_of: str | None = None
 
 
+def _nothing(name: str) -> torch.Tensor:
+    raise KeyError(name)
+
+
 @dataclass(frozen=True)
 class State:
     """The content of one checkpoint: tensors that are read one at a time, and plain extras.
@@ -34,6 +38,9 @@ class State:
     `extras` holds what else was stored, as plain Python values (config, model_args,
     hyper_parameters, iter_num ...). `optimizer` gives the optimizer's state dict, or None.
     `notes` are single lines for the user: stubbed classes, ignored files, branches.
+    `stripped` is the prefix that a training framework put before every name and that was removed
+    ("net." of a Lightning module), `stubs` the classes that the file names and nobody imported.
+    `peek` reads a tensor without verifying its checksum, for looking at a few of its values.
     """
 
     tensors: Mapping[str, TensorInfo]
@@ -42,6 +49,9 @@ class State:
     optimizer: Callable[[], Mapping[str, Any] | None] = lambda: None
     notes: tuple[str, ...] = ()
     branch: str = "raw"
+    stripped: str = ""
+    stubs: tuple[str, ...] = ()
+    peek: Callable[[str], torch.Tensor] = _nothing
 
 
 @dataclass(frozen=True)
