@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from plastiscope.checkpoints.run import State
-from plastiscope.models import chain, huggingface, nanogpt
+from plastiscope.models import (
+    chain,
+    exported,
+    factory,
+    huggingface,
+    llama2c,
+    nanogpt,
+    policies,
+    zoo,
+)
 from plastiscope.models.live import Batch, Inputs, Live, Merge, ModelError
 from plastiscope.models.loading import LoadReport, load
 
@@ -15,18 +24,38 @@ __all__ = ["Batch", "Inputs", "Live", "LoadReport", "Merge", "ModelError", "buil
 def build(state: State, spec: str | None = None, assume: Mapping[str, str] | None = None) -> Live:
     """Rebuild the network of a checkpoint; its weights are loaded apart, with `load`.
 
-    Without `spec` from the checkpoint itself: a transformers config, nanoGPT's layout, else a plain
-    MLP or CNN from names and shapes. `assume` overrides what is guessed (activation, stride,
-    padding, pool, input, heads). Raises ModelError, which says why and which option supplies it.
+    `spec` is timm:NAME, torchvision:NAME, transformers:CLASS, path.py:NAME, package.module:NAME or
+    the path of a torch.export program (.pt2). Without it, from the checkpoint itself: a
+    transformers config, a timm or torchvision name, nanoGPT's or llama2.c's layout, a policy of
+    Stable-Baselines3 or rsl_rl, else a plain MLP or CNN from names and shapes. `assume` overrides
+    what is guessed (activation, stride, padding, pool, input, heads). Raises ModelError, which
+    says why it can't and which option supplies the network.
     """
-    with_words = dict(assume or {})
-    if spec:
-        kind, _, name = spec.partition(":")
-        if kind == "transformers":
-            return huggingface.build(state, name)
-        raise ModelError(f"unknown model {spec!r}")
+    words = dict(assume or {})
+    return _from_spec(state, spec, words) if spec else _from_content(state, words)
+
+
+def _from_spec(state: State, spec: str, assume: Mapping[str, str]) -> Live:
+    kind, _, name = spec.partition(":")
+    if spec.endswith(".pt2"):
+        return exported.build(state, spec)
+    if kind in ("timm", "torchvision"):
+        return zoo.build(state, kind, name, assume)
+    if kind == "transformers":
+        return huggingface.build(state, name)
+    return factory.build(state, spec, assume)
+
+
+def _from_content(state: State, assume: Mapping[str, str]) -> Live:
     if huggingface.recognises(state):
         return huggingface.build(state)
     if nanogpt.recognises(state):
-        return nanogpt.build(state, with_words)
-    return chain.build(state, with_words)
+        return nanogpt.build(state, assume)
+    if llama2c.recognises(state):
+        return llama2c.build(state, assume)
+    if policies.recognises(state):
+        return policies.build(state, assume)
+    name = zoo.name_in(state)
+    if name:
+        return zoo.build_named(state, name, assume)
+    return chain.build(state, assume)

@@ -66,9 +66,9 @@ def build(state: State, assume: Mapping[str, str]) -> Live:
     between = read_gaps(layers)
     known, _ = hints.activation(state.extras, assume)
     name = known or "relu"
-    plan, alternatives = _geometry(layers, between, state.extras, assume)
+    plan, alternatives = read_geometry(layers, between, state.extras, assume)
     module = Chain(assemble(layers, between, name, plan)).eval()
-    inputs = _inputs(layers, plan)
+    inputs = inputs_of(layers, plan)
     said = describe(layers, between, name, plan, alternatives) + _difference(layers, state.extras)
     kind = "convolution" if plan else "fully connected"
     return Live(
@@ -118,12 +118,16 @@ def _is_image(layers: Sequence[Layer]) -> bool:
     return bool(kinds) and kinds[-1] == "conv"
 
 
-def _geometry(
+def read_geometry(
     layers: Sequence[Layer],
     between: Sequence[Between],
     extras: Mapping[str, Any],
     assume: Mapping[str, str],
 ) -> tuple[Geometry | None, int]:
+    """Strides, paddings and poolings, and how many other readings fit; None without convolutions.
+
+    Raises ModelError when nothing usual fits the sizes.
+    """
     convs = [layer for layer in layers if layer.kind == "conv"]
     if not convs:
         return None, 0
@@ -152,9 +156,17 @@ def _slots(layers: Sequence[Layer], between: Sequence[Between]) -> frozenset[int
 
 
 def assemble(
-    layers: Sequence[Layer], between: Sequence[Between], activation: str, plan: Geometry | None
+    layers: Sequence[Layer],
+    between: Sequence[Between],
+    activation: str,
+    plan: Geometry | None,
+    cnn: str | None = None,
 ) -> list[tuple[str, nn.Module]]:
-    """The modules of the chain with their paths, in computing order."""
+    """The modules of the chain with their paths, in computing order.
+
+    `cnn` names the activation of a convolutional extractor, up to its linear layer, when it
+    differs from that of the rest.
+    """
     steps: list[tuple[str, nn.Module]] = []
     conv = -1
     channels = plan.image[0] if plan else layers[0].taken
@@ -164,8 +176,13 @@ def assemble(
         if layer.kind in WEIGHTED:
             channels = layer.given
         if number < len(between):
-            steps += _fill(layers, number, between[number], activation, conv, plan)
+            here = cnn if cnn and plan and number <= _extractor_end(layers) else activation
+            steps += _fill(layers, number, between[number], here, conv, plan)
     return steps
+
+
+def _extractor_end(layers: Sequence[Layer]) -> int:
+    return next(number for number, layer in enumerate(layers) if layer.kind == "linear")
 
 
 def _module(
@@ -206,13 +223,18 @@ def _fill(
             parts.append(("flatten", nn.Flatten()))
     path = layers[number].path
     container = layers[number].container
-    if gap.free is not None and len(parts) <= len(gap.free):
+    free = gap.free
+    if free is None and layers[number].index is not None and container != following.container:
+        first = (layers[number].index or 0) + 1
+        free = tuple(range(first, first + len(parts)))
+    if free is not None and len(parts) <= len(free):
         prefix = f"{container}." if container else ""
-        return [(f"{prefix}{free}", part) for free, (_, part) in zip(gap.free, parts, strict=False)]
+        return [(f"{prefix}{place}", part) for place, (_, part) in zip(free, parts, strict=False)]
     return [(f"{path}_{name}", part) for name, part in parts]
 
 
-def _inputs(layers: Sequence[Layer], plan: Geometry | None) -> Inputs:
+def inputs_of(layers: Sequence[Layer], plan: Geometry | None) -> Inputs:
+    """What the first layer takes."""
     classes = next(layer.given for layer in reversed(layers) if layer.kind in WEIGHTED)
     if plan:
         return Inputs("image", plan.image, resizable=plan.collapse, classes=classes)

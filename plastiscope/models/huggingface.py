@@ -45,14 +45,27 @@ def build(state: State, name: str | None = None) -> Live:
     with _quickly():
         module: Any = model_class(config).eval()
         module.tie_weights()  # left out with the initialisation
+    return live(module, state, f"transformers {model_class.__name__}, from config.json")
+
+
+def live(module: Any, state: State, source: str) -> Live:
+    """A transformers model, whoever made it, with how the state's tensors fill it."""
     stored, merges = plan(module, state.tensors)
     return Live(
         module=module,
-        inputs=_inputs(module, config),
+        inputs=_inputs(module, module.config),
         stored=stored,
         forward=_forward(module),
-        source=f"transformers {model_class.__name__}, from config.json",
+        source=source,
         merges=merges,
+    )
+
+
+def is_pretrained(module: nn.Module) -> bool:
+    """Whether a module is one of the transformers library (or of code built on it)."""
+    return any(
+        base.__module__ == "transformers.modeling_utils" and base.__name__ == "PreTrainedModel"
+        for base in type(module).__mro__
     )
 
 

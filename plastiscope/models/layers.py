@@ -59,13 +59,18 @@ def read_layers(tensors: Mapping[str, TensorInfo]) -> tuple[Layer, ...]:
     Raises ModelError when a tensor is of no plain layer, or when the layers may not be one chain:
     several heads, parallel branches, skip connections, or an order that the file doesn't show.
     """
+    layers = read_layer_set(tensors)
+    _refuse_branches(layers)
+    return _ordered(layers)
+
+
+def read_layer_set(tensors: Mapping[str, TensorInfo]) -> list[Layer]:
+    """The layers in stored order; ModelError when a tensor is of no plain layer."""
     groups: dict[str, dict[str, TensorInfo]] = {}
     for name, info in tensors.items():
         path, _, part = name.rpartition(".")
         groups.setdefault(path, {})[part] = info
-    layers = [_layer(path, parts) for path, parts in groups.items()]
-    _refuse_branches(layers)
-    return _ordered(layers)
+    return [_layer(path, parts) for path, parts in groups.items()]
 
 
 def _layer(path: str, parts: Mapping[str, TensorInfo]) -> Layer:
