@@ -117,8 +117,8 @@ def train(stream: Stream, folder: Path, seed: int, healthy: bool) -> dict[int, S
             break
         task = stream.stationary() if healthy else stream.task(index)
         if index == 0:
-            probe = {"inputs": task.test_inputs, "labels": task.test_labels}
-            np.savez_compressed(folder / "probe.npz", **{k: v.numpy() for k, v in probe.items()})
+            inputs, labels = task.test_inputs.numpy(), task.test_labels.numpy()
+            np.savez_compressed(folder / "probe.npz", inputs=inputs, labels=labels)
         scores.append(stream.learn(model, optimizer, task, steps, seed * UNSEEN + index))
     rows = [(k, (k + 1) * steps, f"{score:.4f}") for k, score in enumerate(scores)]
     write(folder / "results.csv", ("task", "step", stream.score), rows)
