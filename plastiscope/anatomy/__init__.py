@@ -1,0 +1,32 @@
+"""What every tensor of a network is: found from its own computation, or from its stored names."""
+
+from __future__ import annotations
+
+from plastiscope.anatomy.effective import Effective, effective_tensors
+from plastiscope.anatomy.families import from_names
+from plastiscope.anatomy.parts import (
+    Anatomy,
+    AttentionSite,
+    Component,
+    Matrix,
+    Operand,
+    Site,
+)
+from plastiscope.anatomy.trace import trace
+from plastiscope.anatomy.watch import AttentionCall, Watch, watch
+
+__all__ = [
+    "Anatomy",
+    "AttentionCall",
+    "AttentionSite",
+    "Component",
+    "Effective",
+    "Matrix",
+    "Operand",
+    "Site",
+    "Watch",
+    "effective_tensors",
+    "from_names",
+    "trace",
+    "watch",
+]

@@ -65,10 +65,28 @@ class Site:
 
 
 @dataclass(frozen=True)
+class Operand:
+    """One tensor of an attention, and which of its axes are which.
+
+    `axes` lists all its axes in the order (batch axes..., head, token, width); for attention maps
+    (batch axes..., head, query, key). When `folded` is set, that many heads lie inside the last
+    batch axis, inputs outermost, and no axis is the heads' own; 1 means there is a single head.
+    0 means the head axis is there.
+    """
+
+    site: Site
+    axes: tuple[int, ...]
+    folded: int = 0
+
+
+@dataclass(frozen=True)
 class AttentionSite:
     """Where attention happens: scaled_dot_product_attention, or a softmax between two products.
 
-    `heads` and `kv_heads` as they arrive there; `causal` when every query sees only earlier keys.
+    `heads` and `kv_heads` are distinct ones: a k that arrives repeated for grouped queries still
+    has its few heads. `causal` when every query sees only earlier keys. `kv_of_head` gives the
+    key/value head of each query head. `q`, `k`, `v`, `output` and, for explicit attention,
+    `scores` (the softmax's input) and `probabilities` (its output) say where each tensor lies.
     """
 
     site: Site
@@ -76,6 +94,13 @@ class AttentionSite:
     kv_heads: int
     head_width: int
     causal: bool
+    kv_of_head: tuple[int, ...] = ()
+    q: Operand | None = None
+    k: Operand | None = None
+    v: Operand | None = None
+    output: Operand | None = None
+    scores: Operand | None = None
+    probabilities: Operand | None = None
 
 
 @dataclass(frozen=True)
@@ -89,7 +114,7 @@ class Component:
     For an activation, `features` is what the next layer consumes (after a gate's product),
     `pre_activation` the function's input and `function` its name ("relu", "gelu", "silu",
     "tanh", "sigmoid", ...). `channel_axis` is the axis of `features` that holds channels or width
-    (1 for convolutional maps [B, C, h, w]). `offset_gain`: the norm's gain is 1 + the stored weight.
+    (1 for convolutional maps [B, C, h, w]). `offset_gain`: a norm's gain is 1 + its stored weight.
     """
 
     name: str

@@ -1,0 +1,288 @@
+"""The blocks of a transformer: what stands around each attention, under canonical names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from plastiscope.anatomy.activations import Activation
+from plastiscope.anatomy.attention import Attention
+from plastiscope.anatomy.feedforward import FeedForward, feed_forward
+from plastiscope.anatomy.parts import Component, Matrix, Site
+from plastiscope.anatomy.products import Product
+from plastiscope.anatomy.record import Record
+from plastiscope.anatomy.sites import (
+    Norm,
+    Residual,
+    channel_axis,
+    input_site,
+    reaches,
+    same_values,
+    site_of,
+    within,
+)
+
+
+@dataclass
+class Block:
+    """One attention and what belongs to it. `start` and `end` are the stream's values."""
+
+    index: int
+    attention: Attention
+    start: int
+    end: int
+    residual1: Residual | None = None
+    residual2: Residual | None = None
+    norm1: Norm | None = None
+    norm2: Norm | None = None
+    linear: tuple[Product, ...] = ()
+    feed_forward: FeedForward | None = None
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What the pass holds, found once and shared by everything that names parts."""
+
+    record: Record
+    linear: list[Product]
+    attention: list[Attention]
+    norms: list[Norm]
+    residuals: list[Residual]
+
+
+def blocks(scene: Scene) -> list[Block]:
+    """One block an attention, in order."""
+    return [_block(scene, k) for k in range(len(scene.attention))]
+
+
+def _block(scene: Scene, index: int) -> Block:
+    record, attention = scene.record, scene.attention[index]
+    mixed = attention.parts["output"].value
+    first = _around_attention(scene, attention)
+    own = [p for side in attention.sources.values() for p in side]
+    inside = [p for p in first.linear if not _serves(record, p, attention)] if first else []
+    block = Block(index, attention, first.skip if first else own[0].source, mixed)
+    out = attention.output.output if attention.output else mixed
+    if inside and first:
+        block.residual2, block.linear = first, tuple(inside)
+    else:
+        block.residual1 = first
+        anchor = first.output if first else out
+        _find_feed_forward(scene, block, anchor)
+    block.feed_forward = feed_forward(record, block.linear) if block.linear else None
+    last = block.residual2 or block.residual1
+    block.end = last.output if last else max([out, *(p.output for p in block.linear)])
+    _find_norms(scene, block)
+    return block
+
+
+def _around_attention(scene: Scene, attention: Attention) -> Residual | None:
+    """The nearest sum that adds what this attention made to what it was made from."""
+    record, mixed = scene.record, attention.parts["output"].value
+    query = attention.parts["q"].value
+    fitting = [
+        r
+        for r in scene.residuals
+        if reaches(record, r.skip, query) and reaches(record, mixed, r.branch)
+    ]
+    return min(fitting, key=lambda r: (len(r.linear), r.call.index), default=None)
+
+
+def _serves(record: Record, product: Product, attention: Attention) -> bool:
+    """Whether a linear map is part of the attention: before it, its gate, or its projection."""
+    mixed = attention.parts["output"].value
+    if attention.output is None:
+        return record.precedes(product.output, mixed)
+    return product is attention.output or record.precedes(product.output, attention.output.output)
+
+
+def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
+    record = scene.record
+    later = scene.attention[block.index + 1 :]
+    limit = later[0].parts["output"].value if later else record.output
+    busy = {p.call.index for a in later[:1] for side in a.sources.values() for p in side}
+    for r in scene.residuals:
+        fits = reaches(record, anchor, r.skip) and reaches(record, r.output, limit)
+        if fits and len(r.linear) >= 2 and not _holds_attention(record, r, later):
+            block.residual2, block.linear = r, r.linear
+            return
+    if later or block.residual1 is None:
+        region = [
+            p
+            for p in scene.linear
+            if within(record, p, anchor, limit) and p.call.index not in busy and p.output != limit
+        ]
+        ends = [r for r in region if not reaches(record, r.output, record.output)]
+        kept = [p for p in region if p not in ends]
+        kept = kept if later else kept[:-1]
+        block.linear = tuple(kept) if 2 <= len(kept) <= 3 else ()
+
+
+def _holds_attention(record: Record, residual: Residual, later: list[Attention]) -> bool:
+    return any(
+        record.precedes(residual.skip, a.parts["q"].value)
+        and reaches(record, a.parts["output"].value, residual.branch)
+        for a in later
+    )
+
+
+def _find_norms(scene: Scene, block: Block) -> None:
+    sources = block.attention.sources["q"]
+    if sources:
+        block.norm1 = _norm_before(scene, sources[0], block.start)
+    ff = block.feed_forward
+    middle = block.residual2.skip if block.residual2 else block.start
+    if ff is not None:
+        block.norm2 = _norm_before(scene, ff.gate or ff.fc1, middle)
+    if block.residual1 is not None and block.norm1 is None:
+        block.norm1 = _norm_after(scene, block.residual1.output)
+    if block.residual2 is not None and block.norm2 is None:
+        block.norm2 = _norm_after(scene, block.residual2.output)
+    if block.norm1 is block.norm2:
+        block.norm2 = None
+
+
+def _norm_before(scene: Scene, product: Product, start: int) -> Norm | None:
+    """The last norm between the stream and a linear map, with no other linear map in between."""
+    record = scene.record
+    fitting = [
+        n
+        for n in scene.norms
+        if reaches(record, start, n.source)
+        and reaches(record, n.output, product.source)
+        and not any(within(record, p, n.output, product.source) for p in scene.linear)
+    ]
+    return fitting[-1] if fitting else None
+
+
+def _norm_after(scene: Scene, output: int) -> Norm | None:
+    """The norm that is the only thing done with a sum (post-norm blocks)."""
+    takers = scene.record.consumers(output)
+    for norm in scene.norms:
+        if norm.source == output and all(_inside(scene.record, c.index, norm) for c in takers):
+            return norm
+    return None
+
+
+def _inside(record: Record, index: int, norm: Norm) -> bool:
+    outputs = record.calls[index].outputs
+    return any(reaches(record, o, norm.output) for o in outputs)
+
+
+# --- components ---
+
+
+def components_of(scene: Scene, block: Block) -> list[Component]:
+    """The block's components in forward order."""
+    record, k = scene.record, block.index
+    parts: list[tuple[int, Component]] = []
+    for name, norm in (("norm1", block.norm1), ("norm2", block.norm2)):
+        if norm is not None:
+            parts.append((norm.output, norm_component(scene, name, norm, k)))
+    parts += _attention_components(record, block)
+    for name, residual in (("residual1", block.residual1), ("residual2", block.residual2)):
+        if residual is not None:
+            site = site_of(record, residual.output)
+            path = residual.call.site.module
+            parts.append((residual.output, Component(name, k, path, features=site)))
+    if block.feed_forward is not None:
+        parts += feed_forward_components(scene, block.feed_forward, k)
+    return [component for _, component in sorted(parts, key=lambda pair: pair[0])]
+
+
+def norm_component(scene: Scene, name: str, norm: Norm, block: int | None) -> Component:
+    """A norm under its canonical name, with its gain as its weights."""
+    weights = (Matrix(norm.weight),) if norm.weight else ()
+    site = site_of(scene.record, norm.output)
+    return Component(
+        name, block, norm.path, weights, (), site, offset_gain=norm.offset_gain,
+        channel_axis=channel_axis(scene.record, scene.linear, norm.output),
+    )  # fmt: skip
+
+
+def _attention_components(record: Record, block: Block) -> list[tuple[int, Component]]:
+    attention, k = block.attention, block.index
+    parts = []
+    for x in "qkv":
+        found = attention.projections.get(x)
+        sources = attention.sources[x]
+        if found is not None:
+            component = Component(x, k, found.product.path, (found.matrix,), found.heads)
+            parts.append((found.product.output, component))
+        elif sources and not (len(sources) == 1 and _shared_whole(attention, x)):
+            whole = tuple(p.matrix for p in sources)
+            parts.append((sources[0].output, Component(x, k, sources[0].path, whole)))
+    if attention.output is not None:
+        parts.append((attention.output.output, output_component(record, attention, k)))
+    return parts
+
+
+def _shared_whole(attention: Attention, letter: str) -> bool:
+    """Whether an undecided fused weight would be listed again for another of q, k and v."""
+    source = attention.sources[letter][0]
+    return any(source in attention.sources[x] for x in "qkv" if x < letter or x == "k")
+
+
+def output_component(record: Record, attention: Attention, block: int | None) -> Component:
+    """The output projection, with each head's columns."""
+    product = attention.output
+    assert product is not None
+    matrix = product.matrix
+    heads = tuple(
+        Matrix(matrix.tensor, matrix.out_axes, matrix.rows, columns)
+        for columns in attention.columns
+    )
+    site = site_of(record, product.output)
+    return Component("attention_output", block, product.path, (matrix,), heads, site)
+
+
+def feed_forward_components(
+    scene: Scene, ff: FeedForward, block: int | None
+) -> list[tuple[int, Component]]:
+    """gate, fc1, activation and fc2."""
+    record = scene.record
+    fused = ff.gate is ff.fc1
+    fc1_site = None if fused else site_of(record, ff.fc1.output)
+    parts = [(ff.fc1.output, Component("fc1", block, ff.fc1.path, (ff.fc1_matrix,), (), fc1_site))]
+    if ff.gate is not None and ff.gate_matrix is not None:
+        site = None if fused else site_of(record, ff.gate.output)
+        gate = Component("gate", block, ff.gate.path, (ff.gate_matrix,), (), site)
+        parts.insert(0, (ff.gate.output, gate))
+    if ff.activation is not None:
+        output = ff.joined if ff.joined is not None else ff.activation.output
+        site = consumed_site(record, output, ff.fc2)
+        component = activation_component(scene, ff.activation, site, block)
+        parts.append((output, component))
+    parts.append((ff.fc2.output, linear_component(scene, "fc2", ff.fc2, block)))
+    return parts
+
+
+def consumed_site(record: Record, output: int, product: Product) -> Site | None:
+    """Where an activation is seen: the input of the next layer, unless something changes it."""
+    if same_values(record, output, product.source):
+        return input_site(record, product)
+    return site_of(record, output)
+
+
+def activation_component(
+    scene: Scene, activation: Activation, site: Site | None, block: int | None
+) -> Component:
+    """The activation with the places of its input and of what the next layer consumes."""
+    record = scene.record
+    before = site_of(record, activation.source)
+    path = before.module if before else ""
+    for part in record.modules:
+        if part.inputs[:1] == (activation.source,) and part.outputs[:1] == (activation.output,):
+            path = part.site.module
+    return Component(
+        "activation", block, path, features=site, pre_activation=before,
+        function=activation.function,
+        channel_axis=channel_axis(record, scene.linear, activation.output),
+    )  # fmt: skip
+
+
+def linear_component(scene: Scene, name: str, product: Product, block: int | None) -> Component:
+    """A linear map under a name, seen at its output."""
+    site = site_of(scene.record, product.output)
+    axis = channel_axis(scene.record, scene.linear, product.output)
+    return Component(name, block, product.path, (product.matrix,), (), site, channel_axis=axis)

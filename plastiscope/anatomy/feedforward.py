@@ -1,0 +1,118 @@
+"""The feed-forward part of a block: up, gate, activation and down, as modules or as functions."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from plastiscope.anatomy.activations import Activation, activation_between
+from plastiscope.anatomy.attention import feeding, reached
+from plastiscope.anatomy.parts import Matrix
+from plastiscope.anatomy.products import Product
+from plastiscope.anatomy.record import Call, Record
+
+MULTIPLICATIONS = {"mul", "mul_", "__mul__", "multiply"}
+
+
+@dataclass(frozen=True)
+class FeedForward:
+    """fc1 and fc2, the gate where there is one; `joined` is the gate's product with fc1."""
+
+    fc1: Product
+    fc1_matrix: Matrix
+    fc2: Product
+    gate: Product | None = None
+    gate_matrix: Matrix | None = None
+    activation: Activation | None = None
+    joined: int | None = None
+
+
+def feed_forward(record: Record, linear: tuple[Product, ...]) -> FeedForward | None:
+    """The parts of a feed-forward network of two or three linear maps; None when it isn't one."""
+    last = [p for p in linear if not any(record.precedes(p.output, q.output) for q in linear)]
+    if len(last) != 1:
+        return None
+    fc2 = last[0]
+    others = {p.call.index: p for p in linear if p is not fc2}
+    behind = feeding(record, fc2.source, others)
+    if not behind or any(
+        p.call.index not in {b.call.index for b in behind} for p in others.values()
+    ):
+        return None
+    if len(behind) > 2:
+        return None
+    gated = _gate(record, fc2.source, behind, others)
+    if gated is not None:
+        return _gated(record, fc2, gated, others)
+    if len(behind) != 1:
+        return None
+    fc1 = behind[0]
+    activation = activation_between(record, fc1.output, fc2.source)
+    return FeedForward(fc1, _matrix(record, fc1, None), fc2, activation=activation)
+
+
+def _gate(
+    record: Record, end: int, behind: tuple[Product, ...], others: dict[int, Product]
+) -> Call | None:
+    """The multiplication of two values that different rows of weights make, nearest the end."""
+    starts = [p.output for p in behind]
+    calls = {c.index: c for start in starts for c in record.between(start, end)}
+    for index in sorted(calls, reverse=True):
+        call = calls[index]
+        live = [n for n in call.inputs if record.values[n].live]
+        if call.op not in MULTIPLICATIONS or len(set(live)) != 2:
+            continue
+        sides = [feeding(record, n, others) for n in live]
+        if any(len(side) != 1 for side in sides):
+            continue
+        if sides[0][0] is not sides[1][0] or not _share_rows(record, sides[0][0], live):
+            return call
+    return None
+
+
+def _share_rows(record: Record, product: Product, sides: list[int]) -> bool:
+    """Whether two values depend on common outputs of a linear map."""
+    leaf = record.values[product.output].tensor.detach().clone().requires_grad_(True)
+    used = []
+    for number in sides:
+        with torch.enable_grad():
+            value = (
+                leaf
+                if number == product.output
+                else record.run_again({product.output: leaf}, number)
+            )
+        drawn = torch.rand(value.shape, generator=torch.Generator().manual_seed(1)).to(value)
+        (gradient,) = torch.autograd.grad(value, leaf, drawn)
+        used.append(gradient != 0)
+    return bool((used[0] & used[1]).any())
+
+
+def _gated(
+    record: Record, fc2: Product, call: Call, others: dict[int, Product]
+) -> FeedForward | None:
+    first, second = dict.fromkeys(n for n in call.inputs if record.values[n].live)
+    products = [feeding(record, n, others)[0] for n in (first, second)]
+    found = [
+        activation_between(record, p.output, n)
+        for p, n in zip(products, (first, second), strict=True)
+    ]
+    side = 1 if found[0] is None and found[1] is not None else 0
+    gate, up = products[side], products[1 - side]
+    activation, up_value = found[side], (first, second)[1 - side]
+    gate_value = activation.source if activation else (first, second)[side]
+    return FeedForward(
+        up, _matrix(record, up, up_value), fc2, gate, _matrix(record, gate, gate_value),
+        activation, call.outputs[0],
+    )  # fmt: skip
+
+
+def _matrix(record: Record, product: Product, number: int | None) -> Matrix:
+    """The rows that make a value; the whole matrix when all do."""
+    if number is None:
+        return product.matrix
+    rows = reached(record, product, number)
+    used = tuple(sorted(set(rows.flatten().tolist()) - {-1})) if rows is not None else ()
+    if not used or len(used) == product.rows.numel():
+        return product.matrix
+    return Matrix(product.tensor, product.matrix.out_axes, used)

@@ -1,0 +1,66 @@
+"""Which elements of one value end up where in another, through calls that only move elements."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from plastiscope.anatomy.record import Call, Record
+
+RESHAPES = {
+    "view", "reshape", "view_as", "reshape_as", "permute", "transpose", "swapaxes", "swapdims",
+    "movedim", "moveaxis", "t", "T", "mT", "flatten", "unflatten", "contiguous", "clone", "detach",
+    "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "__getitem__", "select",
+    "narrow", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat",
+    "repeat_interleave", "tile", "cat", "concat", "concatenate", "stack", "hstack", "roll", "flip",
+    "index_select", "alias", "unsafe_chunk", "pad", "ravel", "take_along_dim", "gather", "data",
+    "unsafe_split", "_unsafe_view", "constant_pad_nd", "slice",
+}  # fmt: skip
+CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "_to_copy", "cpu"}
+POINTWISE = CASTS | {
+    "add", "add_", "sub", "sub_", "mul", "mul_", "div", "div_", "neg", "dropout", "dropout_",
+    "feature_dropout", "true_divide", "__truediv__", "clamp", "nan_to_num", "rsub", "__rsub__",
+    "__rtruediv__", "masked_fill", "masked_fill_", "where", "multiply", "divide", "subtract",
+}  # fmt: skip
+NORMS = {
+    "layer_norm", "rms_norm", "batch_norm", "group_norm", "instance_norm", "native_layer_norm",
+    "_fused_rms_norm", "normalize",
+}  # fmt: skip
+
+
+def places(
+    record: Record, start: int, end: int, through: frozenset[str] = frozenset()
+) -> Tensor | None:
+    """For each element of `end` the flat index of the element of `start` it was made from.
+
+    -1 where it was made from nothing of `start` (padding, another operand of a concatenation).
+    None when a call on the way mixes elements. Pointwise calls, and those named in `through`,
+    keep each element's place.
+    """
+    tensor = record.values[start].tensor
+    new = {start: torch.arange(1, tensor.numel() + 1).reshape(tensor.shape)}
+    for call in record.affected(set(new), end):
+        outputs = _moved(record, call, new, through)
+        if outputs is None:
+            return None
+        new.update(zip(call.outputs, outputs, strict=True))
+    return new[end] - 1 if end in new else None
+
+
+def _moved(
+    record: Record, call: Call, new: dict[int, Tensor], through: frozenset[str]
+) -> list[Tensor] | None:
+    if call.op in RESHAPES:
+        return record.outputs_with(call, new, _nothing)
+    if call.op in POINTWISE or call.op in through:
+        known = [new[n] for n in dict.fromkeys(call.inputs) if n in new]
+        shape = record.values[call.outputs[0]].tensor.shape
+        if len(known) == 1 and len(call.outputs) == 1:
+            return [known[0].expand(shape)] if known[0].numel() <= shape.numel() else None
+    return None
+
+
+def _nothing(tensor: Tensor) -> Tensor:
+    if tensor.is_floating_point() or tensor.is_complex():
+        return torch.zeros(tensor.shape, dtype=torch.int64)
+    return tensor

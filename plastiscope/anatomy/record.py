@@ -1,0 +1,322 @@
+"""Everything one tiny forward pass computed: its values, the functions between them, its modules.
+
+A value is a tensor at one moment: a function that rewrites a tensor in place makes a new value,
+and the old one keeps its content. Any stretch of the pass can be run again on other tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plastiscope.anatomy.parts import Site
+from plastiscope.anatomy.passage import Follower, Passage, tensors_in, undisturbed
+from plastiscope.models.live import Batch
+
+
+@dataclass(frozen=True)
+class Ref:
+    """Stands in for a value in a call's arguments."""
+
+    value: int
+
+
+@dataclass
+class Value:
+    """One tensor of the pass. `live` when it depends on the inputs, `learned` on a parameter.
+
+    `name` is set for parameters and buffers. `ancestors` is a bit set of live values.
+    """
+
+    number: int
+    tensor: Tensor
+    producer: int | None = None
+    name: str | None = None
+    live: bool = False
+    learned: bool = False
+    ancestors: int = 0
+
+
+@dataclass
+class Call:
+    """One function call, with the values in place of its tensors."""
+
+    index: int
+    site: Site
+    function: Callable[..., Any]
+    args: Any
+    kwargs: Any
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...] = ()
+    frames: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def op(self) -> str:
+        return self.site.op
+
+
+@dataclass
+class ModuleCall:
+    """One call of a module: its tensors, and the calls [start, stop) made inside it."""
+
+    site: Site
+    inputs: tuple[int, ...]
+    start: int
+    outputs: tuple[int, ...] = ()
+    stop: int = 0
+
+
+@dataclass
+class Record(Follower):
+    """The recorded pass; fills while it follows a Passage."""
+
+    module: nn.Module
+    inputs: Tensor
+    values: list[Value] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    modules: list[ModuleCall] = field(default_factory=list)
+    output: int = -1
+    passage: Passage | None = None
+    _current: dict[int, int] = field(default_factory=dict)
+    _sharing: dict[int, list[int]] = field(default_factory=dict)
+    _kept: list[Tensor] = field(default_factory=list)
+    _open: list[ModuleCall] = field(default_factory=list)
+    _effective: dict[int, str] = field(default_factory=dict)
+    _consumers: dict[int, list[Call]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, parameter in self.module.named_parameters():
+            self._new(parameter, name=name, learned=True)
+        for name, buffer in self.module.named_buffers():
+            self._new(buffer, name=name)
+        self._new(self.inputs, live=True)
+
+    # --- recording ---
+
+    def function(
+        self,
+        site: Site,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        inputs = tuple(self.number(t) for t in tensors_in((args, kwargs)))
+        if rewrites(site.op):
+            self._preserve(next(tensors_in((args, kwargs)), None))
+        call = Call(
+            len(self.calls), site, function, self._refer(args), self._refer(kwargs), inputs,
+            frames=tuple(self.passage.stack) if self.passage else (),
+        )  # fmt: skip
+        self._name_attributes(args, call.frames)
+        result = function(*args, **kwargs)
+        written = args[0] if site.op == "__setitem__" else result
+        sources = [self.values[n] for n in inputs]
+        live, learned = any(s.live for s in sources), any(s.learned for s in sources)
+        ancestors = 0
+        for source in sources:
+            if source.live:
+                ancestors |= source.ancestors | (1 << source.number)
+        self.calls.append(call)
+        call.outputs = tuple(
+            self._new(t, call.index, live=live, learned=learned, ancestors=ancestors).number
+            for t in tensors_in(written)
+        )
+        return result
+
+    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        inputs = tuple(self.number(t) for t in tensors_in((args, kwargs)))
+        self._open.append(ModuleCall(site, inputs, len(self.calls)))
+
+    def leave(self, site: Site, output: Any) -> None:
+        entered = self._open.pop()
+        entered.site, entered.stop = site, len(self.calls)
+        entered.outputs = tuple(self.number(t) for t in tensors_in(output))
+        self.modules.append(entered)
+        owner, mark, name = site.module.rpartition("parametrizations.")
+        if mark and "." not in name:
+            self._effective.update(dict.fromkeys(entered.outputs, owner + name))
+
+    def number(self, tensor: Tensor) -> int:
+        """The value that this tensor object now is."""
+        known = self._current.get(id(tensor))
+        return self._new(tensor).number if known is None else known
+
+    def _new(self, tensor: Tensor, producer: int | None = None, **facts: Any) -> Value:
+        value = Value(len(self.values), tensor, producer, **facts)
+        self.values.append(value)
+        self._kept.append(tensor)
+        self._current[id(tensor)] = value.number
+        if tensor.layout == torch.strided:
+            self._sharing.setdefault(tensor.untyped_storage().data_ptr(), []).append(value.number)
+        return value
+
+    def _refer(self, item: Any) -> Any:
+        if isinstance(item, Tensor):
+            return Ref(self.number(item))
+        if isinstance(item, (tuple, list)):
+            return type(item)(map(self._refer, item)) if type(item) in (tuple, list) else item
+        if isinstance(item, dict):
+            return {key: self._refer(value) for key, value in item.items()}
+        return item
+
+    def _preserve(self, tensor: Tensor | None) -> None:
+        """Keep the content of everything that shares the storage about to be rewritten."""
+        if tensor is None or tensor.layout != torch.strided:
+            return
+        for number in self._sharing.pop(tensor.untyped_storage().data_ptr(), []):
+            value = self.values[number]
+            if value.name is None:
+                value.tensor = value.tensor.detach().clone()
+
+    def _name_attributes(self, args: tuple[Any, ...], frames: Sequence[tuple[str, int]]) -> None:
+        """A plain tensor that a hook set as an attribute (weight_norm's old form) is a weight."""
+        if not frames:
+            return
+        path = frames[-1][0]
+        owner = self.module.get_submodule(path)
+        held = {id(v): k for k, v in vars(owner).items() if isinstance(v, Tensor)}
+        for tensor in tensors_in(args) if held else ():
+            if id(tensor) in held:
+                prefix = f"{path}." if path else ""
+                self._effective.setdefault(self.number(tensor), prefix + held[id(tensor)])
+
+    # --- reading ---
+
+    def name(self, number: int) -> str | None:
+        """The effective tensor's name, when the value is a parameter, buffer or resolved weight."""
+        return self.values[number].name or self._effective.get(number)
+
+    def call_of(self, number: int) -> Call | None:
+        """The call that made a value, or None for a leaf."""
+        producer = self.values[number].producer
+        return None if producer is None else self.calls[producer]
+
+    def precedes(self, first: int, second: int) -> bool:
+        """Whether the second value was computed from the first."""
+        return bool(self.values[second].ancestors >> first & 1)
+
+    def between(self, start: int, end: int) -> list[Call]:
+        """The calls, in order, through which one live value reaches another."""
+        mask = self.values[end].ancestors | (1 << end)
+        return [
+            call
+            for call in self.calls
+            if any(mask >> o & 1 for o in call.outputs)
+            and any(i == start or self.precedes(start, i) for i in call.inputs)
+        ]
+
+    def consumers(self, number: int) -> list[Call]:
+        """The calls that take a value."""
+        if not self._consumers:
+            for call in self.calls:
+                for taken in dict.fromkeys(call.inputs):
+                    self._consumers.setdefault(taken, []).append(call)
+        return self._consumers.get(number, [])
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a named tensor."""
+        return next(tuple(v.tensor.shape) for v in self.values if self.name(v.number) == name)
+
+    def value(self, item: Any) -> int | None:
+        """The value behind an argument of a call, or None."""
+        return item.value if isinstance(item, Ref) else None
+
+    def run_again(self, given: Mapping[int, Tensor], target: int) -> Tensor:
+        """Compute the target value anew, with other tensors in place of the given values."""
+        new = dict(given)
+        for call in self.affected(set(given), target):
+            new.update(zip(call.outputs, self.outputs_with(call, new), strict=True))
+        if target not in new:
+            raise LookupError(f"value {target} doesn't depend on the values {sorted(given)}")
+        return new[target]
+
+    def outputs_with(
+        self,
+        call: Call,
+        new: Mapping[int, Tensor],
+        default: Callable[[Tensor], Tensor] | None = None,
+    ) -> list[Tensor]:
+        """One call's outputs with other tensors; `default` changes those that stay the same."""
+        written = rewrites(call.op)
+
+        def fill(item: Any, first: bool = False) -> Any:
+            if isinstance(item, Ref):
+                tensor = new.get(item.value)
+                if tensor is None:
+                    tensor = self.values[item.value].tensor
+                    tensor = default(tensor) if default else tensor
+                return tensor.clone() if written and first else tensor
+            if isinstance(item, (tuple, list)):
+                parts = [fill(part, first and k == 0) for k, part in enumerate(item)]
+                return tuple(parts) if isinstance(item, tuple) else parts
+            if isinstance(item, dict):
+                return {key: fill(value) for key, value in item.items()}
+            return item
+
+        args = fill(call.args, True)
+        result = call.function(*args, **fill(call.kwargs))
+        return list(tensors_in(args[0] if call.op == "__setitem__" else result))
+
+    def affected(self, given: set[int], target: int) -> list[Call]:
+        """The calls, in order, that carry a change of the given values to the target."""
+        needed = {target}
+        changed = set(given)
+        for call in self.calls:
+            if changed.intersection(call.inputs):
+                changed.update(set(call.outputs) - set(given))
+        path = []
+        for call in reversed(self.calls):
+            if needed.intersection(call.outputs) and changed.intersection(call.inputs):
+                needed.update(n for n in call.inputs if n in changed and n not in given)
+                path.append(call)
+        return path[::-1]
+
+
+def rewrites(op: str) -> bool:
+    """Whether a function of this name changes its first argument in place."""
+    return op == "__setitem__" or (op.endswith("_") and not op.endswith("__"))
+
+
+def record_pass(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch) -> Record:
+    """Run the module once, as it is, and record it."""
+    inputs = batch["inputs"].clone()
+    record = Record(module, inputs)
+    passage = Passage(module, record)
+    record.passage = passage
+    with undisturbed(module), torch.no_grad(), passage:
+        output = forward({**batch, "inputs": inputs})
+    record.output = record.number(output)
+    return record
+
+
+@contextmanager
+def random_parameters(module: nn.Module) -> Iterator[None]:
+    """Other values for every parameter, so that no zero in the weights hides a connection.
+
+    The parameters' own storage is set aside, not written, and put back.
+    """
+    generator = torch.Generator().manual_seed(0)
+    saved = []
+    try:
+        for parameter in module.parameters():
+            saved.append((parameter, parameter.data))
+            if parameter.is_floating_point():
+                parameter.data = _random_like(parameter.data, generator)
+        yield
+    finally:
+        for parameter, data in saved:
+            parameter.data = data
+
+
+def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+    if tensor.ndim < 2:
+        drawn = 0.5 + torch.rand(tensor.shape, generator=generator)
+    else:
+        drawn = torch.randn(tensor.shape, generator=generator)
+        drawn /= max(tensor[0].numel(), 1) ** 0.5
+    return drawn.to(tensor.dtype).to(tensor.device)

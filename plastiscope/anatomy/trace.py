@@ -1,0 +1,205 @@
+"""Find every part of a live network from one tiny forward pass, with no table of architectures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from plastiscope.anatomy.attention import attentions
+from plastiscope.anatomy.blocks import (
+    Block,
+    Scene,
+    blocks,
+    components_of,
+    linear_component,
+    norm_component,
+)
+from plastiscope.anatomy.parts import Anatomy, Component, Matrix
+from plastiscope.anatomy.products import Product, products
+from plastiscope.anatomy.record import Record, random_parameters, record_pass
+from plastiscope.anatomy.sites import norms, reaches, residuals, site_of
+from plastiscope.anatomy.stacks import stack_components
+from plastiscope.models.live import Batch
+
+
+def trace(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch) -> Anatomy:
+    """Every part of the network, from one pass over a batch of two or three inputs.
+
+    The pass runs in eval mode with random parameters (nothing depends on the checkpoint's values)
+    and, for images and vectors, random inputs; the module is left as it was. Head slices are the
+    rows of a weight from which a head's q, k or v is computed; where they can't be told apart
+    the component has no heads and a note says why.
+    """
+    inputs = batch["inputs"]
+    if inputs.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(inputs.shape, generator=generator).to(inputs)
+    with random_parameters(module):
+        record = record_pass(module, forward, {**batch, "inputs": inputs})
+        return _anatomy(record)
+
+
+def _anatomy(record: Record) -> Anatomy:
+    linear = products(record)
+    scene = Scene(
+        record, linear, attentions(record, linear), norms(record), residuals(record, linear)
+    )
+    head = _head(scene)
+    found = blocks(scene)
+    parts = _embedding(scene, found)
+    for block in found:
+        parts += components_of(scene, block)
+    if not found:
+        parts += stack_components(scene, head)
+    else:
+        parts += _final_norm(scene, found, head)
+    if head is not None:
+        parts.append(linear_component(scene, "head", head, None))
+    others = _others(scene, parts, found)
+    cls, prefix, notes = _tokens(scene, found)
+    for block in found:
+        notes += [f"block {block.index}: {note}" for note in block.attention.notes]
+    return Anatomy(
+        (*parts, *others), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
+        _unused(record), tuple(notes),
+    )  # fmt: skip
+
+
+def _head(scene: Scene) -> Product | None:
+    """The linear map that makes the output."""
+    record = scene.record
+    ends = [
+        p
+        for p in scene.linear
+        if reaches(record, p.output, record.output)
+        and not any(record.precedes(p.output, q.output) for q in scene.linear)
+    ]
+    after = [a.output for a in scene.attention]
+    return ends[0] if ends and ends[0] not in after else None
+
+
+def _embedding(scene: Scene, found: list[Block]) -> list[Component]:
+    """What makes the stream that enters the first block."""
+    if not found:
+        return []
+    record, start = scene.record, found[0].start
+    tables = [
+        call
+        for call in record.calls
+        if call.op == "embedding" and record.values[call.outputs[0]].live
+    ]
+    names = [record.name(n) for call in tables[:1] for n in call.inputs if record.values[n].learned]
+    weights = [Matrix(n, (1,)) for n in names if n]
+    makers = [p for p in scene.linear if reaches(record, p.output, start)]
+    weights += [p.matrix for p in makers]
+    path = weights[0].tensor.rpartition(".")[0] if weights else ""
+    return [Component("embedding", None, path, tuple(weights), (), site_of(record, start))]
+
+
+def _final_norm(scene: Scene, found: list[Block], head: Product | None) -> list[Component]:
+    record, used = scene.record, {id(n) for b in found for n in (b.norm1, b.norm2)}
+    end = head.source if head else record.output
+    fitting = [
+        n
+        for n in scene.norms
+        if id(n) not in used
+        and reaches(record, found[-1].end, n.source)
+        and reaches(record, n.output, end)
+    ]
+    return [norm_component(scene, "final_norm", fitting[-1], None)] if fitting else []
+
+
+def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Component]:
+    """Everything that has no canonical name, under its own path."""
+    record = scene.record
+    claimed = {m.tensor for c in parts for m in (*c.weights, *c.heads)}
+    owners = {c.path for c in parts if c.weights}
+    extra: list[Component] = []
+    for product in scene.linear:
+        if product.tensor not in claimed:
+            claimed.add(product.tensor)
+            extra.append(
+                linear_component(scene, product.path, product, _block_of(found, product.path))
+            )
+    for norm in scene.norms:
+        if norm.weight and norm.weight not in claimed:
+            claimed.add(norm.weight)
+            extra.append(norm_component(scene, norm.path, norm, _block_of(found, norm.path)))
+    owners |= {c.path for c in extra}
+    for name, parameter in record.module.named_parameters():
+        owner = name.rpartition(".")[0]
+        if (
+            name in claimed
+            or (owner in owners and parameter.ndim == 1)
+            or "parametrizations." in name
+        ):
+            continue
+        extra.append(Component(name, _block_of(found, name), owner, (Matrix(name),)))
+    return extra
+
+
+def _block_of(found: list[Block], path: str) -> int | None:
+    """The block in whose modules a path lies, when the blocks' modules are apart."""
+    prefixes = {b.index: _prefix(b) for b in found}
+    fitting = [
+        k for k, prefix in prefixes.items() if prefix and (path + ".").startswith(prefix + ".")
+    ]
+    return fitting[0] if len(fitting) == 1 else None
+
+
+def _prefix(block: Block) -> str:
+    paths = [p.path for side in block.attention.sources.values() for p in side]
+    paths += [p.path for p in block.linear]
+    common = paths[0].split(".") if paths else []
+    for path in paths[1:]:
+        parts = path.split(".")
+        agree = [a == b for a, b in zip(common, parts, strict=False)]
+        common = common[: agree.index(False) if False in agree else len(agree)]
+    return ".".join(common)
+
+
+def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str]]:
+    """(position of the CLS token or None, leading tokens that aren't patches, notes)."""
+    record = scene.record
+    if not found or not record.values[record.output].tensor.is_floating_point():
+        return None, 0, []
+    start, end = record.values[found[0].start].tensor, found[-1].end
+    if start.ndim != 3 or record.values[end].tensor.ndim != 3 or len(start) != len(record.inputs):
+        return None, 0, []
+    prefix = 0
+    if record.inputs.is_floating_point() and len(start) > 1:
+        same = (start[0] == start[1]).all(-1).tolist()
+        prefix = same.index(False) if False in same else 0
+    used = _tokens_used(record, end)
+    return (*_cls(used, prefix, record.inputs.is_floating_point()),)
+
+
+def _cls(used: Tensor, prefix: int, image: bool) -> tuple[int | None, int, list[str]]:
+    read = used.any(-1).nonzero().flatten().tolist()
+    if image and prefix:
+        own = [t for t in read if t < prefix]
+        pooled = len(read) == len(used) and bool(torch.allclose(used[0], used[-1]))
+        if not own or pooled:
+            return None, prefix, ["the CLS token isn't read by the head"]
+        return own[0], prefix, []
+    if read == [0] and len(used) > 1:
+        return 0, max(prefix, 1), []
+    return None, prefix, []
+
+
+def _tokens_used(record: Record, end: int) -> Tensor:
+    """The gradient of the output for each token of the last block's stream: [T, d]."""
+    leaf = record.values[end].tensor.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        output = leaf if end == record.output else record.run_again({end: leaf}, record.output)
+    drawn = torch.rand(output[:1].shape, generator=torch.Generator().manual_seed(0)).to(output)
+    (gradient,) = torch.autograd.grad(output[:1], leaf, drawn)
+    return gradient[0]
+
+
+def _unused(record: Record) -> tuple[str, ...]:
+    """Parameters that the pass never touched."""
+    used = {n for call in record.calls for n in call.inputs}
+    return tuple(v.name for v in record.values if v.name and v.learned and v.number not in used)

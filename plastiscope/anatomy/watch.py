@@ -1,0 +1,290 @@
+"""Look at chosen tensors and attentions while a model runs, and leave no trace.
+
+Axes: B inputs, H heads, Hkv key/value heads, Tq queries, Tk keys, dh head width.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plastiscope.anatomy.attention import HIDDEN, SDPA, sdpa_argument
+from plastiscope.anatomy.parts import AttentionSite, Operand, Site
+from plastiscope.anatomy.passage import Follower, Passage, tensors_in, undisturbed
+from plastiscope.errors import NotEnoughEvidenceError
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention as it happened: q [B, H, Tq, dh], k and v [B, Hkv, Tk, dh] (before they are
+    repeated for grouped heads) and its output [B, H, Tq, dh].
+
+    `visible` is True where a query may see a key, broadcastable to [B, H, Tq, Tk], or None when
+    all are seen. `probabilities` [B, H, Tq, Tk] are the softmax the model computed, or computed
+    anew from q, k and the mask, in float32 or better; a query that sees no key has zeros.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    output: Tensor
+    visible: Tensor | None
+    _logits: Callable[[], Tensor]
+    _given: Tensor | None = None
+
+    @property
+    def probabilities(self) -> Tensor:
+        """Attention probabilities [B, H, Tq, Tk], rows summing to one."""
+        if self._given is not None:
+            return self._given
+        logits = self._logits()
+        blind = torch.isneginf(logits).all(-1, keepdim=True)
+        return torch.softmax(logits.masked_fill(blind, 0.0), -1).masked_fill(blind, 0.0)
+
+
+@dataclass
+class Watch(Follower):
+    """Counts what was seen: `fired` holds, for each key, how often in the current pass."""
+
+    sites: Mapping[Hashable, Site]
+    attention: Mapping[Hashable, AttentionSite]
+    on_tensor: Callable[[Hashable, Tensor], None]
+    on_attention: Callable[[Hashable, AttentionCall], None]
+    clone: bool = True
+    detach: bool = True
+    fired: Counter[Hashable] = field(default_factory=Counter)
+    passage: Passage | None = None
+    _at: dict[Site, list[Hashable]] = field(default_factory=dict)
+    _parts: dict[Site, list[tuple[Hashable, str]]] = field(default_factory=dict)
+    _held: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
+    _ops: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        for key, site in self.sites.items():
+            self._at.setdefault(site, []).append(key)
+        for key, found in self.attention.items():
+            if found.site.op == SDPA:
+                self._parts.setdefault(found.site, []).append((key, "call"))
+                continue
+            for name in ("q", "k", "v", "scores", "probabilities", "output"):
+                operand: Operand | None = getattr(found, name)
+                if operand is not None:
+                    self._parts.setdefault(operand.site, []).append((key, name))
+        self._ops = {site.op for site in [*self._at, *self._parts]}
+
+    def check(self) -> None:
+        """End one pass: NotEnoughEvidenceError names the sites that were not seen in it."""
+        wanted = [*self.sites, *self.attention]
+        missed = [str(key) for key in wanted if not self.fired[key]]
+        self.fired.clear()
+        self._held.clear()
+        if self.passage is not None:
+            self.passage.start_again()
+        if missed:
+            raise NotEnoughEvidenceError(
+                f"never reached in this forward pass: {', '.join(missed)}; "
+                "the model took another path than when it was traced"
+            )
+
+    # --- following ---
+
+    def function(
+        self,
+        site: Site,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        if site.op not in self._ops:
+            return function(*args, **kwargs)
+        self._inputs(site, args, kwargs)
+        calls = [key for key, name in self._parts.get(site, ()) if name == "call"]
+        given = tuple(self._keep(a) for a in args) if calls else args
+        result = function(*args, **kwargs)
+        self._outputs(site, result)
+        for key in calls:
+            self._fused(key, given, kwargs, result)
+        return result
+
+    def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._inputs(Site(site.module, site.call), args, kwargs)
+
+    def leave(self, site: Site, output: Any) -> None:
+        self._outputs(site, output)
+
+    def _inputs(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for position, tensor in enumerate(tensors_in((args, kwargs))):
+            port = f"input{position or ''}"
+            self._seen(Site(site.module, site.call, site.op, site.ordinal, port), tensor)
+
+    def _outputs(self, site: Site, output: Any) -> None:
+        first = next(tensors_in(output), None)
+        if first is not None:
+            self._seen(site, first)
+
+    def _seen(self, site: Site, tensor: Tensor) -> None:
+        for key in self._at.get(site, ()):
+            self.fired[key] += 1
+            self.on_tensor(key, self._keep(tensor))
+        for key, name in self._parts.get(site, ()):
+            if name != "call":
+                self._held.setdefault(key, {})[name] = self._keep(tensor)
+                if name == "output":
+                    self._explicit(key)
+
+    def _keep(self, item: Any) -> Any:
+        if not isinstance(item, Tensor):
+            return item
+        item = item.detach() if self.detach else item
+        return item.clone() if self.clone else item
+
+    # --- attention ---
+
+    def _fused(
+        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+    ) -> None:
+        site = self.attention[key]
+        named = {name: self._keep(value) for name, value in kwargs.items()}
+        q, k, v = (sdpa_argument(args, named, n) for n in ("query", "key", "value"))
+        mask, causal = (
+            sdpa_argument(args, named, "attn_mask"),
+            sdpa_argument(args, named, "is_causal"),
+        )
+        scale = kwargs.get("scale")
+        arranged = _Arranged(site)
+        q, k, v = arranged.q(q), arranged.shared(site.k, k), arranged.shared(site.v, v)
+        visible, bias = _mask(mask, bool(causal), q, k)
+        bias = None if bias is None else arranged.map(bias)
+        visible = None if visible is None else arranged.map(visible)
+
+        def logits() -> Tensor:
+            return _logits(q, k, scale, bias, visible, site)
+
+        output = arranged.q(self._keep(result), site.output)
+        self.fired[key] += 1
+        self.on_attention(key, AttentionCall(q, k, v, output, visible, logits))
+
+    def _explicit(self, key: Hashable) -> None:
+        site, held = self.attention[key], self._held.pop(key)
+        if len(held) < 6:
+            return
+        arranged = _Arranged(site)
+        q, k, v = (
+            arranged.q(held["q"]),
+            arranged.shared(site.k, held["k"]),
+            arranged.shared(site.v, held["v"]),
+        )
+        assert site.scores is not None and site.probabilities is not None
+        scores = arranged.operand(site.scores, held["scores"])
+        maps = arranged.operand(site.probabilities, held["probabilities"])
+        maps = maps if maps.dtype == torch.float64 else maps.float()
+        seen = scores > HIDDEN
+        visible = None if bool(seen.all()) else seen
+        output = arranged.q(held["output"], site.output)
+        self.fired[key] += 1
+        self.on_attention(key, AttentionCall(q, k, v, output, visible, lambda: scores, maps))
+
+
+@dataclass(frozen=True)
+class _Arranged:
+    """Brings the operands of one attention to [B, heads, tokens, width]."""
+
+    site: AttentionSite
+
+    def operand(self, operand: Operand, tensor: Tensor) -> Tensor:
+        """[B..., H, T, dh] with all batch axes in one."""
+        tensor = tensor.permute(operand.axes)
+        if operand.folded:
+            return tensor.reshape(-1, operand.folded, *tensor.shape[-2:])
+        return tensor.reshape(-1, *tensor.shape[-3:])
+
+    def q(self, tensor: Any, operand: Operand | None = None) -> Tensor:
+        operand = operand or self.site.q
+        assert operand is not None
+        return self.operand(operand, tensor)
+
+    def shared(self, operand: Operand | None, tensor: Any) -> Tensor:
+        """k or v with one head for each distinct one, however they arrived."""
+        assert operand is not None
+        arranged = self.operand(operand, tensor)
+        groups = self.site.kv_of_head
+        if arranged.shape[1] == self.site.kv_heads or len(groups) != arranged.shape[1]:
+            return arranged
+        return arranged[:, [groups.index(g) for g in range(self.site.kv_heads)]]
+
+    def map(self, mask: Tensor) -> Tensor:
+        """A mask broadcastable to the operands, brought to [B, H, Tq, Tk] or broadcastable."""
+        operand = self.site.q
+        assert operand is not None
+        while mask.ndim < len(operand.axes):
+            mask = mask[None]
+        if operand.folded:
+            mask = mask.flatten(0, -3)
+            return (
+                mask.reshape(-1, operand.folded, *mask.shape[-2:]) if len(mask) > 1 else mask[None]
+            )
+        order = [*operand.axes[:-2], mask.ndim - 2, mask.ndim - 1]
+        mask = mask.permute(order)
+        return mask.flatten(0, -4) if mask.ndim > 4 else mask
+
+
+def _mask(mask: Any, causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """(what is visible, what is added to the scores) of scaled_dot_product_attention's mask."""
+    if causal:
+        return torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril(), None
+    if mask is None:
+        return None, None
+    if mask.dtype == torch.bool:
+        return mask, None
+    seen = mask > HIDDEN
+    return (None if bool(seen.all()) else seen), mask
+
+
+def _logits(
+    q: Tensor,
+    k: Tensor,
+    scale: float | None,
+    bias: Tensor | None,
+    visible: Tensor | None,
+    site: AttentionSite,
+) -> Tensor:
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    groups = site.kv_of_head or tuple(h * k.shape[1] // q.shape[1] for h in range(q.shape[1]))
+    k = k if k.shape[1] == q.shape[1] else k[:, list(groups)]
+    scores = q.to(exact) @ k.to(exact).transpose(-1, -2)
+    scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if bias is not None:
+        scores = scores + bias.to(exact)
+    return scores if visible is None else scores.masked_fill(~visible, float("-inf"))
+
+
+@contextlib.contextmanager
+def watch(
+    module: nn.Module,
+    sites: Mapping[Hashable, Site],
+    attention: Mapping[Hashable, AttentionSite],
+    on_tensor: Callable[[Hashable, Tensor], None],
+    on_attention: Callable[[Hashable, AttentionCall], None],
+    *,
+    clone: bool = True,
+    detach: bool = True,
+) -> Iterator[Watch]:
+    """Call `on_tensor` and `on_attention` for each site as forward passes inside reach it.
+
+    Call `check()` on the yielded Watch after every pass: it raises, by name, for what was never
+    reached. Eval mode, flags, buffers, random state and switches are put back afterwards, hooks
+    removed, also after an exception; outputs are the same bits as without watching (with the fused
+    encoder path off). `clone=False` hands out the tensors themselves: reduce them at once, since
+    the model may rewrite them in place. `detach=False` keeps them in the autograd graph: together
+    with `clone=False` gradients can be taken with respect to them.
+    """
+    watching = Watch(sites, attention, on_tensor, on_attention, clone, detach)
+    with undisturbed(module), Passage(module, watching) as passage:
+        watching.passage = passage
+        yield watching
