@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .analyze import Analysis, analyze
+    from .check import check
     from .checkpoints import discover
     from .config import Settings, read_settings
     from .diagnosis import Diagnosis, diagnose
@@ -25,6 +26,7 @@ __all__ = [
     "PlastiscopeError",
     "Settings",
     "analyze",
+    "check",
     "diagnose",
     "discover",
     "read_settings",
@@ -35,6 +37,7 @@ __all__ = [
 _HOMES = {
     "Analysis": ("analyze", "Analysis"),
     "analyze": ("analyze", "analyze"),
+    "check": ("check", "check"),
     "discover": ("checkpoints", "discover"),
     "Settings": ("config", "Settings"),
     "read_settings": ("config", "read_settings"),

@@ -268,6 +268,54 @@ def figures(
 
 
 @app.command()
+def check(
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="What analyze wrote.")],
+    baseline: Annotated[
+        Path | None, typer.Option(help="The OUT or baseline file of a run that is known good.")
+    ] = None,
+    rules: Annotated[
+        Path | None, typer.Option(help="A rules file. [default: plastiscope.toml, else built in]")
+    ] = None,
+    format: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="text, json, junit, markdown, github, sarif. Repeatable. [default: text]"
+        ),
+    ] = None,
+    output: Annotated[
+        list[Path] | None, typer.Option(help="Write there; one for each --format.")
+    ] = None,
+    run: Annotated[list[str] | None, typer.Option(help="Only this run. Repeatable.")] = None,
+    allow_missing: Annotated[
+        list[str] | None, typer.Option(help="What may be gone, by name or pattern. Repeatable.")
+    ] = None,
+    allow_missing_baseline: Annotated[
+        bool, typer.Option("--allow-missing-baseline", help="No baseline yet is no failure.")
+    ] = False,
+    init: Annotated[bool, typer.Option("--init", help="Write a commented rules file.")] = False,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Write this run's values as the baseline.")
+    ] = False,
+) -> None:
+    """Gate for CI: exit with 1 when a run lost plasticity, by its own past or a baseline."""
+    from .check import command
+
+    runs = _tuple(run) or ()
+    if init and update_baseline:
+        raise UsageError("--init and --update-baseline exclude each other")
+    if init:
+        status = command.run_init(out, baseline, rules)
+    elif update_baseline:
+        status = command.run_update_baseline(out, baseline, rules, runs)
+    else:
+        status = command.run_check(
+            out, baseline, rules, format or ["text"], output or [], runs, allow_missing or [],
+            allow_missing_baseline,
+        )  # fmt: skip
+    raise typer.Exit(status)
+
+
+@app.command()
 def explain(
     metric: Annotated[str | None, typer.Argument(help="A metric; all when left out.")] = None,
 ) -> None:

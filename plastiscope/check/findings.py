@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
-from ..errors import FAILED, NOT_ENOUGH_EVIDENCE, PASSED
+from ..errors import FAILED, NOT_ENOUGH_EVIDENCE, PASSED, UNREADABLE
 from .rules import Rule
 from .values import Series
 
@@ -21,6 +22,7 @@ GAPS = {
     "architecture": "another architecture",
     "baseline": "no baseline",
     "nothing": "nothing was compared",
+    "unreadable": "a file that can't be read",
 }
 NOTES = {
     "new": "not in the baseline",
@@ -123,9 +125,12 @@ class Result:
 
     @property
     def status(self) -> int:
-        """0 pass, 1 regression, 4 not enough evidence. A regression outweighs missing evidence."""
+        """0 pass, 1 regression, 3 unreadable, 4 not enough evidence; a regression outweighs what
+        is missing."""
         if self.regressions:
             return FAILED
+        if any(f.kind == "unreadable" for f in self.gaps):
+            return UNREADABLE
         return NOT_ENOUGH_EVIDENCE if self.gaps else PASSED
 
     @property
@@ -138,26 +143,25 @@ class Result:
         said = {
             PASSED: "passed",
             FAILED: f"failed: {_count(len(self.regressions), 'regression')}",
+            UNREADABLE: "unreadable",
             NOT_ENOUGH_EVIDENCE: f"not enough evidence: {_count(len(self.gaps), 'gap')}",
         }[self.status]
         also = f", {_count(len(self.gaps), 'gap')}" if self.regressions and self.gaps else ""
         rules = _count(len(self.rules), "rule")
         return f"{said}{also} ({_count(self.compared, 'comparison')} by {rules})"
 
-    def look(self, finding: Finding) -> str:
-        """The command that shows the series of a finding; empty when there is none."""
-        return look(self.out, finding)
+    def look(self, finding: Finding) -> tuple[str, ...]:
+        """How to look at a finding: the command that prints its series, and its figure if drawn."""
+        if self.out is None or finding.series is None:
+            return ()
+        return (_show(self.out, finding.series), *_drawn(self.out, finding))
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def look(out: str | None, finding: Finding) -> str:
-    """`plastiscope show ...` for a finding."""
-    series = finding.series
-    if out is None or series is None:
-        return ""
+def _show(out: str, series: Series) -> str:
     words: list[object] = ["plastiscope", "show", out, "--metric", series.metric]
     for option, value in (
         ("--component", series.component),
@@ -166,6 +170,25 @@ def look(out: str | None, finding: Finding) -> str:
     ):
         words += [] if value is None else [option, value]
     return shlex.join(str(w) for w in words)
+
+
+def _drawn(out: str, finding: Finding) -> Iterator[str]:
+    """The figure that shows the finding, when `analyze` has drawn it."""
+    series = finding.series
+    assert series is not None
+    of_head = series.head is not None
+    name = {
+        "effective_rank": "head-rank" if of_head else "component-rank",
+        "weight_magnitude": "head-magnitude" if of_head else "weight-magnitude",
+        "dormant_fraction": "units",
+        "active_fraction": "units",
+        "accuracy": "accuracy",
+    }.get(series.metric, "")
+    if series.tokens == "cls":
+        name = "cls-rank"
+    file = Path(out) / "figures" / finding.run / f"{name}.png"
+    if file.is_file():
+        yield str(file)
 
 
 def worst_first(findings: Sequence[Finding]) -> tuple[Finding, ...]:

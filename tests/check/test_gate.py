@@ -388,7 +388,7 @@ def test_runs_are_paired_by_name(make: Maker, tmp_path: Path) -> None:
     make("new", {1: [value(2.0)]}, run="b")
     found = check(tmp_path / "new", tmp_path / "old", [FALLS])
     assert [(f.run, f.kind) for f in found.findings] == [("b", "regression")]
-    with pytest.raises(UsageError, match="did you mean 'a'|known: a, b"):
+    with pytest.raises(UsageError, match="known: a, b"):
         check(tmp_path / "new", tmp_path / "old", [FALLS], runs=["aa"])
 
 
@@ -404,7 +404,7 @@ def test_two_checkpoints_at_one_step_are_refused(make: Maker, tmp_path: Path) ->
     shared = {"run": "r", "checkpoint": "best", "step": 1, "task": None, "branch": "raw"}
     file = store.checkpoint_file(out, "r", "best")
     store.write(file, [RANK], shared | {"checkpoint_fingerprint": "other"}, "k", {})
-    with pytest.raises(NotEnoughEvidenceError, match="two checkpoints at step 1, .*best"):
+    with pytest.raises(NotEnoughEvidenceError, match="two checkpoints at step 1"):
         check(out, rules=[IN_RUN])
     store.write(file, [RANK], shared | {"checkpoint_fingerprint": "r1"}, "k", {})
     assert check(out, rules=[IN_RUN]).compared == 1

@@ -1,0 +1,53 @@
+"""Plain lines for a terminal or a log: the verdict, then everything found, worst first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ..findings import Finding, Result
+
+FEW = 10
+
+
+def render(result: Result) -> str:
+    """The verdict, every regression, gap and warning, and the first notes of each kind."""
+    return "\n".join(_lines(result)) + "\n"
+
+
+def _lines(result: Result) -> Iterator[str]:
+    yield result.verdict
+    if result.baseline:
+        yield f"baseline {result.baseline}"
+    for heading, findings in (
+        ("Regressions", result.regressions),
+        ("Not enough evidence", result.gaps),
+        ("Warnings", result.warnings),
+    ):
+        if findings:
+            yield f"\n{heading}"
+        for finding in findings:
+            yield from _told(result, finding)
+    if result.notes:
+        yield "\nNotes"
+        yield from _shortened(result.notes)
+
+
+def _told(result: Result, finding: Finding) -> Iterator[str]:
+    yield f"  {finding.message}"
+    place = [f"rule {finding.rule}"] if finding.rule else []
+    place += [f"run {finding.run}"] if finding.run else []
+    if place:
+        yield f"      {', '.join(place)}"
+    for line in result.look(finding):
+        yield f"      {line}"
+
+
+def _shortened(notes: Sequence[Finding]) -> Iterator[str]:
+    """At most FEW notes of a kind; they never decide anything, and JSON has them all."""
+    kinds: dict[str, list[Finding]] = {}
+    for note in notes:
+        kinds.setdefault(note.kind, []).append(note)
+    for found in kinds.values():
+        yield from (f"  {note.message}" for note in found[:FEW])
+        if len(found) > FEW:
+            yield f"  and {len(found) - FEW} more like the last (--format json has them all)"
