@@ -16,15 +16,19 @@ from plastiscope.errors import UsageError
 
 def read_parquet(path: Path) -> dict[str, Tensor]:
     """Every numeric column of the file, lists as further axes; ragged columns are left out."""
+    return numeric(read_table(path))
+
+
+def read_table(path: Path) -> Any:
+    """The Arrow table of a Parquet file."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        table = pq.read_table(path)
+        return pq.read_table(path)
     except (pa.ArrowInvalid, OSError) as error:
         line = str(error).splitlines()[0]
         raise UsageError(f"the probe {path.name} can't be read: {line}") from error
-    return numeric(table)
 
 
 def read_arrow(path: Path) -> Any:
