@@ -107,10 +107,17 @@ def _top(tree: Any) -> dict[str, Any]:
         if parts and len(tree) <= 3 and _looks_like_weights(tree[0]):
             return {"model": parts[0]} | {f"optimizer_{i}": p for i, p in enumerate(parts[1:])}
         raise UnreadableError("a list of data, not a checkpoint")
+    if isinstance(tree, Stub) and _is_module(tree):
+        return {"model": tree}
     inner = children(tree)
     if inner is None:
         raise UnreadableError(f"no weights in it: it holds one {type(tree).__name__}")
     return dict(inner)
+
+
+def _is_module(stub: Stub) -> bool:
+    """Whether the object is a pickled module or a TorchScript one."""
+    return "_modules" in stub.attributes or stub.name.startswith("__torch__")
 
 
 def _looks_like_weights(node: Any) -> bool:

@@ -13,6 +13,7 @@ from plastiscope.errors import UnreadableError
 
 _MAX_NODES = 2_000_000
 _MAX_DEPTH = 64
+_MAX_VISITS = 64
 _PLAIN = str | int | float | bool | bytes | complex
 
 
@@ -86,7 +87,8 @@ def tensors(node: Any, prefix: str = "") -> dict[str, Stored]:
 
 
 def _walk(node: Any) -> Iterator[tuple[tuple[str, ...], Stored]]:
-    pending: list[tuple[tuple[str, ...], Any, frozenset[int]]] = [((), node, frozenset())]
+    pending: list[tuple[tuple[str, ...], Any, _Above]] = [((), node, None)]
+    visits: dict[int, int] = {}
     for _ in range(_MAX_NODES):
         if not pending:
             return
@@ -96,10 +98,27 @@ def _walk(node: Any) -> Iterator[tuple[tuple[str, ...], Stored]]:
             yield path, tensor
             continue
         inner = children(current)
-        if inner and id(current) not in above and len(path) < _MAX_DEPTH:
-            below = above | {id(current)}
-            pending.extend(((*path, key), value, below) for key, value in reversed(inner))
+        if not inner or len(path) >= _MAX_DEPTH:
+            continue
+        # A shared module is named under each owner; a container that holds itself only once.
+        seen = visits.get(id(current), 0)
+        if seen and (seen >= _MAX_VISITS or _is_above(id(current), above)):
+            continue
+        visits[id(current)] = seen + 1
+        below = (id(current), above)
+        pending.extend(((*path, key), value, below) for key, value in reversed(inner))
     raise UnreadableError("absurd structure: millions of nested entries")
+
+
+_Above = tuple[int, Any] | None
+
+
+def _is_above(node: int, above: _Above) -> bool:
+    while above is not None:
+        if above[0] == node:
+            return True
+        above = above[1]
+    return False
 
 
 def has_tensors(node: Any) -> bool:

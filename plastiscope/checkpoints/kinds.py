@@ -51,7 +51,6 @@ _BUFFER_NAMES = {
 # Square over its last two axes: a mask; anything else under these names may be learned.
 _MASKS = {"bias", "mask", "tril", "triu", "future_mask", "attn_bias_mask", "tgt_mask"}
 _ROTARY = re.compile(r"(rotary|rope)\w*\.(freqs|cos|sin|scale|periods|.*cached)$")
-_QUANTISED = re.compile(r"(?:^|\.)(qweight|qzeros|g_idx|SCB|absmax|quant_map|nested_absmax)$")
 
 
 def kind_of(name: str, tensor: Stored, siblings: Collection[str]) -> str:
@@ -87,14 +86,6 @@ def _is_norm_vector(
     if last in ("_u", "_v") and ".parametrizations." in f".{name}":
         return f"{base.rsplit('.', 2)[0]}.original" in siblings
     return False
-
-
-def is_packed(name: str, tensor: Stored, siblings: Collection[str]) -> bool:
-    """Whether integers here pack a quantised weight (GPTQ, AWQ, bitsandbytes)."""
-    if _QUANTISED.search(name):
-        return True
-    packed = not (tensor.dtype.is_floating_point or tensor.dtype.is_complex)
-    return packed and name.endswith("weight") and len(tensor.shape) >= 2
 
 
 def is_flat_shard(name: str, tensor: Stored) -> bool:

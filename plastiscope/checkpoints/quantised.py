@@ -11,13 +11,11 @@ from dataclasses import replace
 
 import torch
 
-from plastiscope.checkpoints.kinds import is_packed
 from plastiscope.checkpoints.stored import Stored, contiguous
 
 
 def dequantised(weights: dict[str, Stored]) -> tuple[dict[str, Stored], list[str]]:
     """The table with packed weights replaced by ones that dequantise on reading, and notes."""
-    names = set(weights)
     result: dict[str, Stored] = {}
     notes: list[str] = []
     consumed: set[str] = set()
@@ -33,19 +31,18 @@ def dequantised(weights: dict[str, Stored]) -> tuple[dict[str, Stored], list[str
     for name, tensor in weights.items():
         if name in consumed:
             continue
-        if _refused(name, tensor, names):
-            note = f"packed integers of {list(tensor.shape)}, layout unknown: not measured"
-            result[name] = replace(tensor, storage=None, compute=None, note=note)
+        if _refused(name, tensor):
+            note = f"packed integers of {list(tensor.shape)}, layout unknown: no weight"
+            result[name] = replace(tensor, note=note)
         else:
             result[name] = tensor
     ordered = [n for n in weights if n in result] + [n for n in result if n not in weights]
     return {name: result[name] for name in ordered}, notes
 
 
-def _refused(name: str, tensor: Stored, names: set[str]) -> bool:
-    if not name.endswith(("weight", "qweight", "weight_packed")):
-        return False
-    return is_packed(name, tensor, names)
+def _refused(name: str, tensor: Stored) -> bool:
+    packing = tensor.dtype in (torch.int8, torch.uint8, torch.int32)
+    return packing and len(tensor.shape) >= 2 and name.endswith(("weight", "weight_packed"))
 
 
 Made = tuple[str, Stored, set[str]]

@@ -115,6 +115,8 @@ def unpickle(
     except (MemoryError, RecursionError) as error:
         raise UnreadableError(f"corrupt pickle: absurd size ({type(error).__name__})") from None
     except Exception as error:
+        if not file.read(1):
+            raise UnreadableError("truncated: the file ends inside the pickle") from None
         # Damaged opcodes raise nearly anything, often without a message.
         raise UnreadableError(f"corrupt pickle: {type(error).__name__} {error}".rstrip()) from None
 
