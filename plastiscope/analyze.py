@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import platform
+import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -115,7 +116,7 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
     options = checkpoints.Options(
         weights=settings.weights,
         prefix=settings.prefix,
-        steps=settings.steps,
+        steps=chosen_steps(settings.steps),
         every=settings.every,
         include=settings.include,
         exclude=settings.exclude,
@@ -134,6 +135,20 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
             )
         seen[run.name] = run.path
     return runs
+
+
+def chosen_steps(text: str | None) -> Container[int] | None:
+    """The steps that "0,100,5000" or a range "0:1000" (end included, either may be left out)
+    names; None for all. Raises UsageError for anything else."""
+    if text is None:
+        return None
+    try:
+        if ":" in text:
+            first, last = (int(part) if part.strip() else None for part in text.split(":"))
+            return range(first or 0, sys.maxsize if last is None else last + 1)
+        return frozenset(int(part) for part in text.split(","))
+    except ValueError:
+        raise UsageError(f"--steps {text}: give steps (0,100) or a range (0:1000)") from None
 
 
 def choose_metrics(settings: Settings) -> frozenset[str]:

@@ -172,10 +172,22 @@ def _series(sign: Sign, frame: pd.DataFrame) -> Iterable[pd.DataFrame]:
         & (frame["component"] != "network")
         & (frame["head"].notna() == sign.per_head)
     ]
+    if sign.metric == "weight_magnitude":
+        chosen = chosen[_places(chosen).isin(_matrices(frame))]
     if sign.tokens is not None:
         chosen = chosen[chosen["tokens"] == sign.tokens]
     for _, group in chosen.groupby(SERIES, observed=True, dropna=False, sort=False):
         yield group.sort_values("step")
+
+
+def _matrices(frame: pd.DataFrame) -> pd.Series:
+    """The places that hold a matrix: what has a spectrum. Biases and gains don't."""
+    spectral = frame[(frame["metric"] == "spectral_norm") & (frame["subject"] == "weight")]
+    return _places(spectral)
+
+
+def _places(frame: pd.DataFrame) -> pd.Series:
+    return frame["component"].astype(str) + " " + frame["block"].fillna(-1).astype(int).astype(str)
 
 
 def _movement(sign: Sign, group: pd.DataFrame) -> Movement | None:

@@ -108,7 +108,7 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
     tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
     anatomy = trace(live.module, live.forward, tiny)
     weights = [n for n, _ in live.module.named_parameters()]
-    lines = [f"model: {live.source}", *(f"assumed: {a}" for a in live.assumptions)]
+    lines = [f"model: {live.source}", *live.assumptions]
     lines += [p.note for p in probes if p.note] + list(anatomy.notes)
     return Network(
         cover(anatomy, weights), live, probes, None, tuple(lines), device, settings.allow_partial

@@ -106,11 +106,20 @@ class Scales:
 
 
 def cover(anatomy: Anatomy, names: Collection[str]) -> Anatomy:
-    """The anatomy with a component, under its own path, for every weight that none claims."""
-    claimed = {m.tensor for c in anatomy.components for m in (*c.weights, *c.heads)}
-    rest = tuple(
-        Component(name, None, name, weights=(Matrix(name),))
-        for name in names
-        if name not in claimed
-    )
-    return replace(anatomy, components=anatomy.components + rest)
+    """The anatomy with a component for every weight that none claims: a bias beside its matrix
+    ("fc1.bias" in the same block, cut as the matrix is), anything else under its own path."""
+    owners: dict[str, list[tuple[Component, Matrix]]] = {}
+    for component in anatomy.components:
+        for matrix in (*component.weights, *component.heads):
+            owners.setdefault(matrix.tensor, []).append((component, matrix))
+    rest: list[Component] = []
+    for name in names:
+        if name in owners:
+            continue
+        beside = owners.get(f"{name.removesuffix('bias')}weight", []) if "bias" in name else []
+        whole = [(c, m) for c, m in beside if m in c.weights]
+        rest += [
+            Component(f"{c.name}.bias", c.block, name, weights=(Matrix(name, rows=m.rows),))
+            for c, m in whole
+        ] or [Component(name, None, name, weights=(Matrix(name),))]
+    return replace(anatomy, components=(*anatomy.components, *rest))

@@ -14,6 +14,7 @@ from plastiscope.store import Row
 
 STEADY = [10.0, 10.1, 9.9, 10.05, 9.95, 10.0]
 FALLING = [10.0, 8.0, 6.0, 5.0, 4.0, 3.0]
+GROWING = [1.0, 1.3, 1.7, 2.1, 2.6, 3.0]
 
 
 def rank(values: Sequence[float], block: int = 0, error: float | None = 0.1) -> list[Row]:
@@ -23,8 +24,12 @@ def rank(values: Sequence[float], block: int = 0, error: float | None = 0.1) -> 
     ]
 
 
-def weights(values: Sequence[float]) -> list[Row]:
-    return [Row("weight_magnitude", "weight", v, "fc1", 0) for v in values]
+def weights(values: Sequence[float], name: str = "fc1") -> list[Row]:
+    return [Row("weight_magnitude", "weight", v, name, 0) for v in values]
+
+
+def norms(values: Sequence[float]) -> list[Row]:
+    return [Row("spectral_norm", "weight", v, "fc1", 0) for v in values]
 
 
 def dormant(values: Sequence[float]) -> list[Row]:
@@ -49,7 +54,7 @@ def only(frame: pd.DataFrame) -> Diagnosis:
 
 
 def test_agreeing_signs_are_a_diagnosis(tmp_path: Path) -> None:
-    found = only(table(tmp_path, rank(FALLING), weights([1, 1.3, 1.7, 2.1, 2.6, 3.0])))
+    found = only(table(tmp_path, rank(FALLING), weights(GROWING), norms(GROWING)))
     assert [f.sign.name for f in found.present] == ["features lose rank", "weights grow"]
     assert found.verdict.startswith("Losing plasticity: 2 of 2 signs")
     top = found.findings[0].movements[0]
@@ -59,18 +64,18 @@ def test_agreeing_signs_are_a_diagnosis(tmp_path: Path) -> None:
 
 
 def test_a_healthy_run_shows_no_sign(tmp_path: Path) -> None:
-    found = only(table(tmp_path, rank(STEADY), weights(STEADY), dormant([0.0] * 6)))
+    found = only(table(tmp_path, rank(STEADY), weights(STEADY), norms(STEADY), dormant([0.0] * 6)))
     assert found.present == ()
     assert found.verdict == "No sign of plasticity loss (3 looked for)."
 
 
 def test_one_sign_alone_is_not_a_diagnosis(tmp_path: Path) -> None:
-    found = only(table(tmp_path, rank(STEADY), weights([1, 1.3, 1.7, 2.1, 2.6, 3.0])))
+    found = only(table(tmp_path, rank(STEADY), weights(GROWING), norms(GROWING)))
     assert found.verdict.startswith("One sign of 2 alone: weights grow")
 
 
 def test_shrinking_weights_and_rising_rank_are_not_signs(tmp_path: Path) -> None:
-    found = only(table(tmp_path, rank(FALLING[::-1]), weights(FALLING)))
+    found = only(table(tmp_path, rank(FALLING[::-1]), weights(FALLING), norms(FALLING)))
     assert found.present == ()
     assert [f.movements[0].size < 0 for f in found.findings] == [True, True]
 
@@ -85,6 +90,13 @@ def test_a_single_bad_last_value_is_not_a_trend(tmp_path: Path) -> None:
     assert only(table(tmp_path, rank(late))).present == ()
 
 
+def test_a_growing_bias_is_not_a_growing_matrix(tmp_path: Path) -> None:
+    bias = [Row("weight_magnitude", "weight", v, "head.bias") for v in GROWING]
+    matrix = [Row("spectral_norm", "weight", v, "head") for v in STEADY]
+    found = only(table(tmp_path, bias, matrix, rank(STEADY)))
+    assert [f.sign.name for f in found.findings] == ["features lose rank"]
+
+
 def test_units_that_die_are_counted_in_points(tmp_path: Path) -> None:
     found = only(table(tmp_path, dormant([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])))
     assert found.findings[0].movements[0].size == pytest.approx(0.5)
@@ -96,7 +108,7 @@ def test_too_few_checkpoints_is_not_enough_evidence(tmp_path: Path) -> None:
 
 
 def test_weights_alone_are_not_enough_evidence(tmp_path: Path) -> None:
-    found = only(table(tmp_path, weights([1, 2, 3, 4, 5, 6])))
+    found = only(table(tmp_path, weights(GROWING), norms(GROWING)))
     assert found.verdict.startswith("Not enough evidence: only weights")
 
 

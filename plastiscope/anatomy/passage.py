@@ -8,6 +8,7 @@ own check for overrides is switched off and the mode sees the tensor operations 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -155,7 +156,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         stack.enter_context(torch.random.fork_rng(devices=_devices(module)))
         stack.enter_context(_visible_functions())
         stack.enter_context(_plain_checkpoints())
-        if hasattr(torch.compiler, "set_stance"):
+        # Nothing is compiled before torch._dynamo is loaded, which takes seconds: so not by us.
+        if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         module.eval()
         try:

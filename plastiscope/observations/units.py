@@ -105,7 +105,8 @@ class UnitSums:
         size = max(1, (1 << 22) // entries.shape[1])
         for start in range(0, len(entries), size):
             part = slice(start, start + size)
-            self.sums[name].index_add_(0, where[part], entries[part].double())
+            # A product, not index_add_, which took ten times as long on a few hundred rows.
+            self.sums[name] += _one_hot(where[part], self.folds).mT @ entries[part].double()
 
     def finish(self) -> Units:
         """Means over rows. A layer that no row reached (an unrouted expert) says `not_routed`."""
@@ -126,6 +127,11 @@ class UnitSums:
             saturated=found.get("saturated"),
             status=_status(absolute),
         )
+
+
+def _one_hot(fold: Tensor, folds: int) -> Tensor:
+    """[n, K] in float64: 1 where the row belongs to the fold."""
+    return (fold[:, None] == torch.arange(folds, device=fold.device)).double()
 
 
 def _means(sums: Tensor, rows: Floats) -> Floats:
