@@ -1,4 +1,4 @@
-"""A byte-level GPT on a stream of languages, Vietnamese held out; nanoGPT's checkpoints.
+"""A character-level GPT on a stream of languages, Vietnamese held out; nanoGPT's checkpoints.
 
 The text is what Django's translators wrote: the message catalogues of the installed package.
 """
@@ -11,6 +11,7 @@ import sys
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+from random import Random
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +20,21 @@ from torch.nn.functional import gelu, scaled_dot_product_attention
 from stream import Moment, Stream, Task, main
 
 LAYERS, HEADS, WIDTH, LENGTH = 4, 4, 32, 64
+VOCABULARY = 192
 MODEL_ARGS = {
     "n_layer": LAYERS,
     "n_head": HEADS,
     "n_embd": WIDTH,
     "block_size": LENGTH,
     "bias": True,
-    "vocab_size": 256,
+    "vocab_size": VOCABULARY,
     "dropout": 0.0,
 }
 HELD_OUT = "vi"
-LEAST_BYTES = 12_000  # smaller catalogues are no task
+LEAST_TEXT = 8_000  # characters; smaller catalogues are no task
 PROBE = 64
-BATCH = 16
-LEARNING_RATE = 3e-3
+BATCH = 8
+LEARNING_RATE = 5e-3
 MESSAGE = re.compile(r'^msgstr(?:\[\d+\])? ((?:".*"\n?)+)', re.MULTILINE)
 
 
@@ -78,11 +80,11 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Bytes [B, T] to features [B, T, d]."""
+    """Tokens [B, T] to features [B, T, d]."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.wte = nn.Embedding(256, WIDTH)
+        self.wte = nn.Embedding(VOCABULARY, WIDTH)
         self.wpe = nn.Embedding(LENGTH, WIDTH)
         self.h = nn.Sequential(*(Block() for _ in range(LAYERS)))
         self.ln_f = nn.LayerNorm(WIDTH)
@@ -96,12 +98,12 @@ class Transformer(nn.Module):
 
 
 class GPT(nn.Module):
-    """Bytes [B, T] to the next byte's logits [B, T, 256]; the output matrix is the embedding."""
+    """Tokens [B, T] to the next one's logits [B, T, V]; the output matrix is the embedding."""
 
     def __init__(self) -> None:
         super().__init__()
         self.transformer = Transformer()
-        self.lm_head = nn.Linear(WIDTH, 256, bias=False)
+        self.lm_head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -110,35 +112,44 @@ class GPT(nn.Module):
 
 
 @cache
-def catalogues() -> dict[str, bytes]:
-    """Language code to all its translated messages, one a line."""
+def catalogues() -> dict[str, str]:
+    """Language code to its translated messages, one a line; only those that can be a task."""
     package = find_spec("django")
     if package is None or package.origin is None:
         sys.exit("the text comes from Django's message catalogues: python -m pip install django")
-    texts: dict[str, list[str]] = {}
+    messages: dict[str, list[str]] = {}
     for path in sorted(Path(package.origin).parent.rglob("locale/*/LC_MESSAGES/django*.po")):
         _header, *entries = MESSAGE.findall(path.read_text("utf-8"))
-        messages = ["".join(map(ast.literal_eval, entry.splitlines())) for entry in entries]
-        texts.setdefault(path.parts[-3], []).extend(filter(None, messages))
-    coded = {code: "\n".join(messages).encode() for code, messages in texts.items()}
-    return {code: data for code, data in coded.items() if len(data) >= LEAST_BYTES}
+        texts = ("".join(map(ast.literal_eval, entry.splitlines())) for entry in entries)
+        messages.setdefault(path.parts[-3], []).extend(filter(None, texts))
+    joined = {code: "\n".join(texts) for code, texts in messages.items()}
+    return {c: t for c, t in joined.items() if len(t) >= LEAST_TEXT and len(set(t)) <= VOCABULARY}
 
 
 @cache
 def language(code: str) -> Task:
-    """The language's messages in windows of 64 bytes; the last tenth is held out."""
-    data = torch.tensor(list(catalogues()[code]))
+    """The language's text in windows of 64 characters, the last tenth held out.
+
+    Each language numbers its characters in a random order of its own, as a tokenizer trained for it
+    alone might: what is learned about ids is of no use to the next.
+    """
+    text = catalogues()[code]
+    ids = list(range(VOCABULARY))
+    Random(code).shuffle(ids)
+    number = dict(zip(sorted(set(text)), ids, strict=False))
+    data = torch.tensor([number[character] for character in text])
     cut = len(data) * 9 // 10
     seen = data[:cut].unfold(0, LENGTH + 1, 16)
     held = data[cut:].unfold(0, LENGTH + 1, (len(data) - cut - LENGTH - 1) // (PROBE - 1))[:PROBE]
     return Task(seen[:, :-1], seen[:, 1:], held[:, :-1], held[:, 1:])
 
 
-def languages() -> list[str]:
-    """Every language of the stream, shuffled once for all."""
-    codes = [code for code in catalogues() if code != HELD_OUT]
-    order = torch.randperm(len(codes), generator=torch.Generator().manual_seed(0))
-    return [codes[i] for i in order]
+@cache
+def languages() -> tuple[str, ...]:
+    """Every language but the held-out one, in a fixed random order."""
+    codes = sorted(catalogues().keys() - {HELD_OUT})
+    Random(0).shuffle(codes)
+    return tuple(codes)
 
 
 def task(index: int) -> Task:
@@ -169,11 +180,12 @@ if __name__ == "__main__":
             stationary=lambda: task(0),
             unseen=lambda _: language(HELD_OUT),
             save=save,
-            tasks=80,
+            tasks=40,
             steps=200,
             batch=BATCH,
             learning_rate=LEARNING_RATE,
-            checkpoints=(0, 1, 2, 5, 10, 20, 40, 60, 80),
+            checkpoints=(0, 1, 2, 5, 10, 20, 30, 40),
             score="loss",
-        )
+        ),
+        seeds=5,
     )

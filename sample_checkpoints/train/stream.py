@@ -179,4 +179,6 @@ def main(stream: Stream, seeds: int = 6) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     saved = train(stream, folder, options.seed, options.healthy)
+    if options.healthy:
+        saved = {stream.tasks: saved[stream.tasks]}
     show_loss(stream, folder, saved, seeds)

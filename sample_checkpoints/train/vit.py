@@ -1,4 +1,4 @@
-"""A small ViT on a stream of new classes; Hugging Face Trainer's checkpoint folders."""
+"""A small ViT on digits with random labels, drawn anew for every task; Trainer's folders."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from stream import Moment, Stream, Task, digits, main
 
 IMAGES = 128
 CLASSES = 10
+STEPS = 150
+BATCH = 16
 
 
 def build() -> nn.Module:
@@ -47,12 +49,18 @@ def true_labels() -> Task:
 
 
 def save(folder: Path, moment: Moment) -> None:
+    """A `checkpoint-N` folder with the files that Trainer needs to resume."""
     target = folder / f"checkpoint-{moment.step}"
     moment.model.save_pretrained(target)  # type: ignore[operator]
     torch.save(moment.optimizer.state_dict(), target / "optimizer.pt")
-    TrainerState(global_step=moment.step, epoch=float(moment.task)).save_to_json(
-        str(target / "trainer_state.json")
+    history = [
+        {"epoch": k, "step": k * STEPS, "eval_accuracy": score}
+        for k, score in enumerate(moment.scores, start=1)
+    ]
+    state = TrainerState(
+        epoch=moment.task, global_step=moment.step, train_batch_size=BATCH, log_history=history
     )
+    state.save_to_json(str(target / "trainer_state.json"))
 
 
 if __name__ == "__main__":
@@ -63,10 +71,11 @@ if __name__ == "__main__":
             task=shuffled,
             stationary=true_labels,
             save=save,
-            tasks=60,
-            steps=300,
-            batch=32,
-            learning_rate=1e-3,
-            checkpoints=(0, 1, 2, 5, 10, 20, 50, 100, 150, 200),
-        )
+            tasks=40,
+            steps=STEPS,
+            batch=BATCH,
+            learning_rate=3e-3,
+            checkpoints=(0, 1, 2, 5, 10, 20, 30, 40),
+        ),
+        seeds=5,
     )
