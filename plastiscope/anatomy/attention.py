@@ -5,6 +5,7 @@ Axes: B inputs, H heads, T tokens (Tq queries, Tk keys), dh head width, R rows o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +15,11 @@ from plastiscope.anatomy.flow import NORMS, POINTWISE, RESHAPES, places
 from plastiscope.anatomy.parts import AttentionSite, Matrix, Operand, Site
 from plastiscope.anatomy.products import PRODUCTS, Product, letters, operands_of
 from plastiscope.anatomy.record import Call, Record
+from plastiscope.anatomy.sites import Norm, reaches
 
 SDPA = "scaled_dot_product_attention"
 SOFTMAXES = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
+CAPS = {"tanh", "tanh_", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"}
 HIDDEN = -9e3
 """A score below this was masked: masks add -1e4, the dtype's minimum or minus infinity."""
 
@@ -66,18 +69,13 @@ class Attention:
 
 
 def _rows_of(product: Product, rows: tuple[int, ...], keep: bool = False) -> Matrix:
-    whole = not keep and len(rows) == _height(product)
+    whole = not keep and len(rows) == product.height
     return Matrix(product.tensor, product.matrix.out_axes, None if whole else rows)
 
 
-def _height(product: Product) -> int:
-    height = 1
-    for axis in product.matrix.out_axes:
-        height *= product.shape[axis]
-    return height
-
-
-def attentions(record: Record, linear: list[Product]) -> list[Attention]:
+def attentions(
+    record: Record, linear: list[Product], norms: Sequence[Norm] = ()
+) -> list[Attention]:
     """Every attention of the pass whose queries depend on the inputs, in order."""
     by_call = {p.call.index: p for p in linear}
     found = []
@@ -89,7 +87,7 @@ def attentions(record: Record, linear: list[Product]) -> list[Attention]:
         else:
             continue
         if parts is not None and record.values[parts["q"].value].live:
-            found.append(_described(record, call, parts, by_call))
+            found.append(_described(record, call, parts, by_call, norms))
     return found
 
 
@@ -160,7 +158,7 @@ def _back_to_product(record: Record, number: int, linear: dict[int, Product]) ->
             pair = operands_of(record, call)
             if call.index not in linear and pair and all(record.values[n].live for n in pair):
                 found[call.index] = call
-        elif call.op in RESHAPES | POINTWISE:
+        elif call.op in RESHAPES | POINTWISE | CAPS:
             waiting.extend(call.inputs)
     return next(iter(found.values())) if len(found) == 1 else None
 
@@ -185,7 +183,7 @@ def _on_to_product(record: Record, number: int, linear: dict[int, Product]) -> C
 
 
 def _site_of_operand(call: Call, number: int) -> Site:
-    position = call.inputs.index(number)
+    position = call.ports.index(number)
     return _port(call.site, f"input{position or ''}")
 
 
@@ -277,43 +275,79 @@ def feeding(record: Record, number: int, linear: dict[int, Product]) -> tuple[Pr
 def reached(record: Record, product: Product, number: int) -> Tensor | None:
     """For each element of a value the row that made it; None when rows were mixed on the way."""
     place = places(record, product.output, number)
-    if place is None:
-        return None
+    return None if place is None else _rows_at(record, product, place)
+
+
+def rows_by_slice(
+    record: Record, product: Product, number: int, axis: int, norms: Sequence[Norm] = ()
+) -> Tensor:
+    """Which rows make each slice of a value along one axis: bool [slices, R].
+
+    By following elements where they only move; else by the gradient. A norm over all heads makes
+    every head depend on every row: then its statistics are left out, and only its gain counts.
+    """
+    direct = reached(record, product, number)
+    if direct is not None:
+        return _used(direct.movedim(axis, 0).flatten(1), product)
+    used = _by_gradient(record, product.output, number, axis, _spread(record, product), product)
+    if bool((used.sum(0) <= 1).all()):
+        return used
+    shortcuts = {n.output: n.source for n in norms}
+    for norm in norms:
+        if record.precedes(product.output, norm.output) and reaches(record, norm.output, number):
+            place = places(record, product.output, norm.output, frozenset(NORMS), shortcuts)
+            if place is None or bool((place < 0).any()):
+                continue
+            rows = _rows_at(record, product, place)
+            if norm.output == number:
+                return _used(rows.movedim(axis, 0).flatten(1), product)
+            return _by_gradient(record, norm.output, number, axis, rows, product)
+    return used
+
+
+def _used(rows: Tensor, product: Product) -> Tensor:
+    """Row numbers [slices, n] (-1: none) as bool [slices, R]."""
+    height = product.height
+    used = torch.zeros(len(rows), height + 1, dtype=torch.bool)
+    used.scatter_(1, rows % (height + 1), True)
+    return used[:, :-1]
+
+
+def _spread(record: Record, product: Product) -> Tensor:
+    """The row number of every element of the product's output."""
+    shape = record.values[product.output].tensor.shape
+    place = torch.arange(shape.numel()).reshape(shape)
+    return _rows_at(record, product, place)
+
+
+def _rows_at(record: Record, product: Product, place: Tensor) -> Tensor:
     shape = tuple(record.values[product.output].tensor.shape)
     coordinates = torch.unravel_index(place.clamp(min=0), shape)
     rows = product.rows[tuple(coordinates[a] for a in product.channels)]
     return torch.where(place < 0, -1, rows)
 
 
-def rows_by_slice(record: Record, product: Product, number: int, axis: int) -> Tensor:
-    """Which rows make each slice of a value along one axis: bool [slices, R]."""
-    direct = reached(record, product, number)
-    if direct is not None:
-        slices = direct.movedim(axis, 0).flatten(1)
-        used = torch.zeros(len(slices), _height(product) + 1, dtype=torch.bool)
-        used.scatter_(1, slices % (_height(product) + 1), True)
-        return used[:, :-1]
-    return _rows_by_gradient(record, product, number, axis)
-
-
-def _rows_by_gradient(record: Record, product: Product, number: int, axis: int) -> Tensor:
-    leaf = record.values[product.output].tensor.detach().clone().requires_grad_(True)
+def _by_gradient(
+    record: Record, start: int, number: int, axis: int, rows: Tensor, product: Product
+) -> Tensor:
+    """bool [slices, R]: the rows at the elements of `start` that each slice has a gradient for."""
+    leaf = record.values[start].tensor.detach().clone().requires_grad_(True)
     with torch.enable_grad():
-        value = record.run_again({product.output: leaf}, number).movedim(axis, 0)
+        value = record.run_again({start: leaf}, number).movedim(axis, 0)
     drawn = torch.rand(value[0].shape, generator=torch.Generator().manual_seed(0)) + 0.5
-    used = torch.zeros(len(value), _height(product), dtype=torch.bool)
-    others = [a for a in range(leaf.ndim) if a not in product.channels]
+    used = torch.zeros(len(value), product.height, dtype=torch.bool)
     for k, piece in enumerate(value):
-        (gradient,) = torch.autograd.grad(
-            piece, leaf, drawn.to(piece.dtype).to(piece.device), retain_graph=True
-        )
-        met = (gradient != 0).permute(*others, *product.channels).flatten(0, len(others) - 1)
-        used[k, product.rows[met.any(0)]] = True
+        (gradient,) = torch.autograd.grad(piece, leaf, drawn.to(piece), retain_graph=True)
+        used[k, rows[gradient != 0]] = True
     return used
 
 
 def _described(
-    record: Record, call: Call, parts: dict[str, Part], linear: dict[int, Product]
+    record: Record,
+    call: Call,
+    parts: dict[str, Part],
+    linear: dict[int, Product],
+    norms: Sequence[Norm],
 ) -> Attention:
     notes: list[str] = []
     sources = {x: feeding(record, parts[x].value, linear) for x in "qkv"}
@@ -322,7 +356,7 @@ def _described(
     batch = len(record.inputs)
     for x in "qkv":
         if len(sources[x]) == 1:
-            axes[x], used[x] = _heads_of(record, sources[x][0], parts[x], batch)
+            axes[x], used[x] = _heads_of(record, sources[x][0], parts[x], batch, norms)
         else:
             axes[x] = _assumed_heads(parts[x])
             notes.append(f"{x} comes from {len(sources[x])} weights, not one: no heads")
@@ -342,14 +376,14 @@ def _described(
 
 
 def _heads_of(
-    record: Record, product: Product, part: Part, batch: int
+    record: Record, product: Product, part: Part, batch: int, norms: Sequence[Norm]
 ) -> tuple[tuple[int | None, int], Tensor]:
     """((head axis or None, heads folded in the batch axis), rows used by each head)."""
     sizes = record.values[part.value].tensor.shape
     for axis in reversed(part.leading):
         if sizes[axis] == 1:
             continue
-        used = rows_by_slice(record, product, part.value, axis)
+        used = rows_by_slice(record, product, part.value, axis, norms)
         if bool((used == used[0]).all()):
             continue
         heads = sizes[axis] // batch
@@ -357,7 +391,7 @@ def _heads_of(
         if folded and batch > 1 and bool((used == used[:heads].repeat(batch, 1)).all()):
             return (None, heads), used[:heads]
         return (axis, 0), used
-    whole = rows_by_slice(record, product, part.value, part.token).any(0)
+    whole = rows_by_slice(record, product, part.value, part.token, norms).any(0)
     return _assumed_heads(part), whole[None]
 
 

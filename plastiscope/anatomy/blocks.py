@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from plastiscope.anatomy.activations import Activation
 from plastiscope.anatomy.attention import Attention
+from plastiscope.anatomy.experts import Mixture, mixture, mixture_components
 from plastiscope.anatomy.feedforward import FeedForward, feed_forward
 from plastiscope.anatomy.parts import Component, Matrix, Site
 from plastiscope.anatomy.products import Product
@@ -36,6 +37,7 @@ class Block:
     norm2: Norm | None = None
     linear: tuple[Product, ...] = ()
     feed_forward: FeedForward | None = None
+    mixture: Mixture | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -69,7 +71,12 @@ def _block(scene: Scene, index: int) -> Block:
         block.residual1 = first
         anchor = first.output if first else out
         _find_feed_forward(scene, block, anchor)
-    block.feed_forward = feed_forward(record, block.linear) if block.linear else None
+    if block.residual2 is not None:
+        block.mixture = mixture(record, block.linear, block.residual2.branch)
+    if block.mixture is not None:
+        block.notes.append("tokens go to different experts: their units aren't measured")
+    elif block.linear:
+        block.feed_forward = feed_forward(record, block.linear)
     last = block.residual2 or block.residual1
     block.end = last.output if last else max([out, *(p.output for p in block.linear)])
     _find_norms(scene, block)
@@ -127,19 +134,22 @@ def _holds_attention(record: Record, residual: Residual, later: list[Attention])
 
 
 def _find_norms(scene: Scene, block: Block) -> None:
-    sources = block.attention.sources["q"]
+    """norm1 and norm2: before the part; else on what it made; else after the sum."""
+    sources, ff = block.attention.sources["q"], block.feed_forward
+    out = block.attention.output
     if sources:
         block.norm1 = _norm_before(scene, sources[0], block.start)
-    ff = block.feed_forward
-    middle = block.residual2.skip if block.residual2 else block.start
-    if ff is not None:
-        block.norm2 = _norm_before(scene, ff.gate or ff.fc1, middle)
-    if block.residual1 is not None and block.norm1 is None:
-        block.norm1 = _norm_after(scene, block.residual1.output)
-    if block.residual2 is not None and block.norm2 is None:
-        block.norm2 = _norm_after(scene, block.residual2.output)
-    if block.norm1 is block.norm2:
-        block.norm2 = None
+    first = block.linear[0] if block.linear else None
+    if first is not None:
+        middle = block.residual2.skip if block.residual2 else block.start
+        block.norm2 = _norm_before(scene, ff.gate or ff.fc1 if ff else first, middle)
+    if block.norm1 is not None:
+        block.norm2 = None if block.norm1 is block.norm2 else block.norm2
+        return
+    if block.residual1 is not None and out is not None:
+        block.norm1 = _norm_after(scene, block.residual1, out.output)
+    if block.residual2 is not None and block.norm2 is None and block.linear:
+        block.norm2 = _norm_after(scene, block.residual2, block.linear[-1].output)
 
 
 def _norm_before(scene: Scene, product: Product, start: int) -> Norm | None:
@@ -155,11 +165,14 @@ def _norm_before(scene: Scene, product: Product, start: int) -> Norm | None:
     return fitting[-1] if fitting else None
 
 
-def _norm_after(scene: Scene, output: int) -> Norm | None:
-    """The norm that is the only thing done with a sum (post-norm blocks)."""
-    takers = scene.record.consumers(output)
+def _norm_after(scene: Scene, residual: Residual, made: int) -> Norm | None:
+    """The norm of what a part made before it is added, or of the sum when nothing else uses it."""
+    record = scene.record
+    takers = record.consumers(residual.output)
     for norm in scene.norms:
-        if norm.source == output and all(_inside(scene.record, c.index, norm) for c in takers):
+        if reaches(record, made, norm.source) and reaches(record, norm.output, residual.branch):
+            return norm
+        if norm.source == residual.output and all(_inside(record, c.index, norm) for c in takers):
             return norm
     return None
 
@@ -187,6 +200,8 @@ def components_of(scene: Scene, block: Block) -> list[Component]:
             parts.append((residual.output, Component(name, k, path, features=site)))
     if block.feed_forward is not None:
         parts += feed_forward_components(scene, block.feed_forward, k)
+    if block.mixture is not None:
+        parts += mixture_components(record, block.mixture, k)
     return [component for _, component in sorted(parts, key=lambda pair: pair[0])]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
@@ -29,22 +31,32 @@ NORMS = {
 
 
 def places(
-    record: Record, start: int, end: int, through: frozenset[str] = frozenset()
+    record: Record,
+    start: int,
+    end: int,
+    through: frozenset[str] = frozenset(),
+    shortcuts: Mapping[int, int] | None = None,
 ) -> Tensor | None:
     """For each element of `end` the flat index of the element of `start` it was made from.
 
     -1 where it was made from nothing of `start` (padding, another operand of a concatenation).
     None when a call on the way mixes elements. Pointwise calls, and those named in `through`,
-    keep each element's place.
+    keep each element's place; so does everything between a value and its shortcut.
     """
     tensor = record.values[start].tensor
     new = {start: torch.arange(1, tensor.numel() + 1).reshape(tensor.shape)}
+    mixed: set[int] = set()
     for call in record.affected(set(new), end):
-        outputs = _moved(record, call, new, through)
+        source = shortcuts.get(call.outputs[0]) if shortcuts and call.outputs else None
+        if source in new:
+            new[call.outputs[0]] = new[source]
+            continue
+        outputs = None if mixed.intersection(call.inputs) else _moved(record, call, new, through)
         if outputs is None:
-            return None
-        new.update(zip(call.outputs, outputs, strict=True))
-    return new[end] - 1 if end in new else None
+            mixed.update(call.outputs)
+        else:
+            new.update(zip(call.outputs, outputs, strict=True))
+    return new[end] - 1 if end in new and end not in mixed else None
 
 
 def _moved(

@@ -16,6 +16,7 @@ from plastiscope.anatomy.parts import Matrix
 from plastiscope.anatomy.record import Call, Record
 
 CONVOLUTIONS = {"conv1d", "conv2d", "conv3d", "convolution", "_convolution"}
+GROUPED = {"_grouped_mm", "grouped_mm", "grouped_mm_fallback"}
 TRANSPOSED = {"conv_transpose1d", "conv_transpose2d", "conv_transpose3d"}
 MATMULS = {"matmul", "__matmul__", "mm", "bmm"}
 REVERSED = {"__rmatmul__"}
@@ -25,7 +26,7 @@ OPERAND_NAMES = (
 )
 ADDED = {"addmm", "baddbmm", "addbmm"}
 Roles = tuple[tuple[int | None, int | None], ...]
-PRODUCTS = CONVOLUTIONS | TRANSPOSED | MATMULS | REVERSED | ADDED | {"linear", "einsum"}
+PRODUCTS = CONVOLUTIONS | TRANSPOSED | MATMULS | REVERSED | ADDED | GROUPED | {"linear", "einsum"}
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Product:
     @property
     def tensor(self) -> str:
         return self.matrix.tensor
+
+    @property
+    def height(self) -> int:
+        """How many rows the whole matrix has."""
+        return math.prod(self.shape[a] for a in self.matrix.out_axes)
 
     @property
     def path(self) -> str:
@@ -122,6 +128,8 @@ def _axes(record: Record, call: Call, operands: tuple[int, int], side: int) -> R
     if call.op in TRANSPOSED:
         kernel = ((None, None),) * (ndim - 2)
         return ((None, other - ndim + 1), (out - ndim + 1, None), *kernel)
+    if call.op in GROUPED:
+        return ((0, None), (None, other - 1), (out - 1, None))
     if ndim == 1:
         return ((None, other - 1 if side == 1 else other - 2),)
     leading = tuple((out - ndim + a, None) for a in range(ndim - 2))

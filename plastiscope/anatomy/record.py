@@ -44,7 +44,10 @@ class Value:
 
 @dataclass
 class Call:
-    """One function call, with the values in place of its tensors."""
+    """One function call, with the values in place of its tensors.
+
+    `ports` are all its tensors in order, `inputs` those whose content it uses.
+    """
 
     index: int
     site: Site
@@ -52,8 +55,8 @@ class Call:
     args: Any
     kwargs: Any
     inputs: tuple[int, ...]
+    ports: tuple[int, ...]
     outputs: tuple[int, ...] = ()
-    frames: tuple[tuple[str, int], ...] = ()
 
     @property
     def op(self) -> str:
@@ -105,28 +108,37 @@ class Record(Follower):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        inputs = tuple(self.number(t) for t in tensors_in((args, kwargs)))
+        given = list(tensors_in((args, kwargs)))
+        ports = tuple(self.number(t) for t in given)
         if rewrites(site.op):
-            self._preserve(next(tensors_in((args, kwargs)), None))
+            self._preserve(given[0] if given else None)
         call = Call(
-            len(self.calls), site, function, self._refer(args), self._refer(kwargs), inputs,
-            frames=tuple(self.passage.stack) if self.passage else (),
+            len(self.calls), site, function, self._refer(args), self._refer(kwargs),
+            _carriers(site.op, ports), ports,
         )  # fmt: skip
-        self._name_attributes(args, call.frames)
+        if self.passage is not None and self.passage.stack:
+            self._name_attributes(given, self.passage.stack[-1][0])
         result = function(*args, **kwargs)
-        written = args[0] if site.op == "__setitem__" else result
-        sources = [self.values[n] for n in inputs]
-        live, learned = any(s.live for s in sources), any(s.learned for s in sources)
+        written = list(tensors_in(args[0] if site.op == "__setitem__" else result))
+        if not rewrites(site.op) and any(t is g for t in written for g in given):
+            return result  # a cast or copy that wasn't needed
+        self.calls.append(call)
+        call.outputs = self._made(call, written)
+        return result
+
+    def _made(self, call: Call, written: list[Tensor]) -> tuple[int, ...]:
+        sources = [self.values[n] for n in call.inputs]
+        if _picks_weights(call, sources):
+            sources = sources[:1]
         ancestors = 0
         for source in sources:
             if source.live:
                 ancestors |= source.ancestors | (1 << source.number)
-        self.calls.append(call)
-        call.outputs = tuple(
+        live, learned = any(s.live for s in sources), any(s.learned for s in sources)
+        return tuple(
             self._new(t, call.index, live=live, learned=learned, ancestors=ancestors).number
-            for t in tensors_in(written)
+            for t in written
         )
-        return result
 
     def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs = tuple(self.number(t) for t in tensors_in((args, kwargs)))
@@ -173,15 +185,12 @@ class Record(Follower):
             if value.name is None:
                 value.tensor = value.tensor.detach().clone()
 
-    def _name_attributes(self, args: tuple[Any, ...], frames: Sequence[tuple[str, int]]) -> None:
+    def _name_attributes(self, given: Sequence[Tensor], path: str) -> None:
         """A plain tensor that a hook set as an attribute (weight_norm's old form) is a weight."""
-        if not frames:
-            return
-        path = frames[-1][0]
         owner = self.module.get_submodule(path)
         held = {id(v): k for k, v in vars(owner).items() if isinstance(v, Tensor)}
-        for tensor in tensors_in(args) if held else ():
-            if id(tensor) in held:
+        for tensor in given if held else ():
+            if id(tensor) in held and self.values[self.number(tensor)].learned:
                 prefix = f"{path}." if path else ""
                 self._effective.setdefault(self.number(tensor), prefix + held[id(tensor)])
 
@@ -275,6 +284,27 @@ class Record(Follower):
                 needed.update(n for n in call.inputs if n in changed and n not in given)
                 path.append(call)
         return path[::-1]
+
+
+LIKE = {"type_as", "view_as", "reshape_as", "expand_as", "to", "type"}
+EMPTY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
+PICKS = {"__getitem__", "index_select"}
+
+
+def _carriers(op: str, ports: tuple[int, ...]) -> tuple[int, ...]:
+    """The tensors whose content goes into the result, not only their shape or type."""
+    if op in EMPTY or op.startswith("new_"):
+        return ()
+    return ports[:1] if op in LIKE else ports
+
+
+def _picks_weights(call: Call, sources: list[Value]) -> bool:
+    """Whether whole weight matrices are picked, as a router picks experts: still weights."""
+    if call.op not in PICKS or len(sources) < 2 or sources[0].live or not sources[0].learned:
+        return False
+    return sources[0].tensor.ndim >= 3 and not any(
+        s.tensor.is_floating_point() for s in sources[1:]
+    )
 
 
 def rewrites(op: str) -> bool:

@@ -50,7 +50,7 @@ def site_of(record: Record, number: int) -> Site | None:
         if part.inputs and part.inputs[0] == number:
             return _port(part.site, 0)
     takers = record.consumers(number)
-    return _port(takers[0].site, takers[0].inputs.index(number)) if takers else None
+    return _port(takers[0].site, takers[0].ports.index(number)) if takers else None
 
 
 def input_site(record: Record, product: Product) -> Site:
@@ -60,7 +60,7 @@ def input_site(record: Record, product: Product) -> Site:
         inside = part.start <= call.index < part.stop
         if inside and part.site.module == product.path and part.inputs[:1] == (product.source,):
             return _port(part.site, 0)
-    return _port(call.site, call.inputs.index(product.source))
+    return _port(call.site, call.ports.index(product.source))
 
 
 def _port(site: Site, position: int) -> Site:

@@ -19,7 +19,7 @@ from plastiscope.anatomy.blocks import (
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix
 from plastiscope.anatomy.products import Product, products
 from plastiscope.anatomy.record import Record, random_parameters, record_pass
-from plastiscope.anatomy.sites import norms, reaches, residuals, site_of
+from plastiscope.anatomy.sites import norms, reaches, residuals, site_of, within
 from plastiscope.anatomy.stacks import stack_components
 from plastiscope.models.live import Batch
 
@@ -43,9 +43,9 @@ def trace(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch) -
 
 def _anatomy(record: Record) -> Anatomy:
     linear = products(record)
-    scene = Scene(
-        record, linear, attentions(record, linear), norms(record), residuals(record, linear)
-    )
+    normalised = norms(record)
+    attention = attentions(record, linear, normalised)
+    scene = Scene(record, linear, attention, normalised, residuals(record, linear))
     head = _head(scene)
     found = blocks(scene)
     parts = _embedding(scene, found)
@@ -60,7 +60,8 @@ def _anatomy(record: Record) -> Anatomy:
     others = _others(scene, parts, found)
     cls, prefix, notes = _tokens(scene, found)
     for block in found:
-        notes += [f"block {block.index}: {note}" for note in block.attention.notes]
+        every = (*block.attention.notes, *block.notes)
+        notes += [f"block {block.index}: {note}" for note in every]
     return Anatomy(
         (*parts, *others), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
         _unused(record), tuple(notes),
@@ -107,6 +108,7 @@ def _final_norm(scene: Scene, found: list[Block], head: Product | None) -> list[
         if id(n) not in used
         and reaches(record, found[-1].end, n.source)
         and reaches(record, n.output, end)
+        and not any(within(record, p, found[-1].end, n.source) for p in scene.linear)
     ]
     return [norm_component(scene, "final_norm", fitting[-1], None)] if fitting else []
 
