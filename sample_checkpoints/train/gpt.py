@@ -34,7 +34,7 @@ HELD_OUT = "vi"
 LEAST_TEXT = 8_000  # characters; smaller catalogues are no task
 PROBE = 64
 BATCH = 8
-LEARNING_RATE = 5e-3
+LEARNING_RATE = 1e-2
 MESSAGE = re.compile(r'^msgstr(?:\[\d+\])? ((?:".*"\n?)+)', re.MULTILINE)
 
 
@@ -180,11 +180,11 @@ if __name__ == "__main__":
             stationary=lambda: task(0),
             unseen=lambda _: language(HELD_OUT),
             save=save,
-            tasks=40,
-            steps=200,
+            tasks=20,
+            steps=120,
             batch=BATCH,
             learning_rate=LEARNING_RATE,
-            checkpoints=(0, 1, 2, 5, 10, 20, 30, 40),
+            checkpoints=(0, 1, 2, 4, 6, 9, 12, 16, 20),
             score="loss",
         ),
         seeds=5,
