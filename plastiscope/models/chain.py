@@ -85,18 +85,23 @@ def read_gaps(layers: Sequence[Layer]) -> tuple[Between, ...]:
     """What lies after each layer but the last.
 
     Numbers missing from a Sequential are layers without parameters: the first of them is the
-    activation (or the flattening, when a linear layer follows a convolution after one number).
-    Where the numbers leave no gap anywhere, an activation follows each layer and its norms.
+    activation (or the flattening, when a linear layer follows a convolution after one number); from
+    one weight to the next there is one activation. Where the numbers leave no gap anywhere, an
+    activation follows each layer and its norms.
     """
-    found = []
+    found: list[Between] = []
+    activated = False
     for number, (layer, following) in enumerate(pairwise(layers)):
+        activated = layer.kind == "prelu" or (activated and layer.kind not in WEIGHTED)
         free = _free(layer, following)
         ends = following.kind in WEIGHTED and layer.kind != "prelu"
         if free is None or not _has_gaps(layers, layer.container):
             found.append(Between(ends and following.kind != "prelu"))
             continue
         flattens = following.kind == "linear" and _is_image(layers[: number + 1])
-        found.append(Between(len(free) > int(flattens) and layer.kind != "prelu", free))
+        activates = len(free) > int(flattens) and not activated
+        activated = activated or activates
+        found.append(Between(activates, free))
     return tuple(found)
 
 

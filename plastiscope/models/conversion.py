@@ -58,9 +58,10 @@ def _apply(
         elif name in targets:
             names[name] = source
     patterns = {pattern: rule for rule in converters for pattern in rule.source_patterns}
-    merges = tuple(
+    planned = [
         _merge(module, stored, patterns[group[0][1]], name, group) for name, group in groups.items()
-    )
+    ]
+    merges = tuple(merge for merge in planned if merge is not None)
     made = {target for merge in merges for target in merge.targets}
     own = {name: source for name, source in direct.items() if name not in made}
     return {**own, **names}, merges
@@ -72,7 +73,9 @@ def _merge(
     rule: Any,
     name: str,
     group: list[tuple[str, str]],
-) -> Merge:
+) -> Merge | None:
+    """The group as one step, or None when tensors of it are absent or of other shapes."""
+
     def convert(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
         fresh = copy.deepcopy(rule)
         for source, pattern in group:
@@ -82,7 +85,11 @@ def _merge(
 
     sources = tuple(source for source, _ in group)
     shapes = {source: torch.empty(stored[source].shape, device="meta") for source in sources}
-    return Merge(targets=tuple(convert(shapes)), sources=sources, convert=convert)
+    try:
+        targets = tuple(convert(shapes))
+    except (RuntimeError, ValueError, IndexError, KeyError):
+        return None
+    return Merge(targets=targets, sources=sources, convert=convert)
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:

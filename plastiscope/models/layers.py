@@ -190,7 +190,8 @@ class Flow:
         before = layer.taken if self.channels is None else self.channels
         if layer.kind == "conv":
             # A grouped or depthwise convolution stores the channels of one group only.
-            takes = self.image is not False and before % layer.taken == 0
+            groups, rest = divmod(before, layer.taken)
+            takes = self.image is not False and rest == 0 and layer.given % groups == 0
             return Flow(layer.given, True) if takes else None
         if layer.kind == "linear":
             takes = layer.taken % before == 0 if self.image else layer.taken == before

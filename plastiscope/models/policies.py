@@ -205,7 +205,7 @@ def build(state: State, assume: Mapping[str, str]) -> Live:
         inputs=parts[0].inputs,
         stored=match(module, state.tensors),
         forward=positional(module),
-        source=f"a {plan.family} policy, from its tensors' names",
+        source=f"policy ({plan.family}), from its tensors' names",
         assumptions=(_describe(plan, parts[0], known is not None),),
         unused=tuple(name for name in state.tensors if name.startswith(plan.unused)),
     )
