@@ -157,7 +157,7 @@ def _stem(name: str, choice: Choice) -> str:
     parts += [f"block-{block}" for block in choice.blocks]
     parts += [f"head-{head}" for head in choice.heads]
     parts += [part for part in (choice.parameters, choice.subject) if part]
-    plain = re.sub(r"[^A-Za-z0-9.=+-]+", "-", "-".join(part for part in parts if part))
+    plain = re.sub(r"[^A-Za-z0-9._=+-]+", "-", "-".join(part for part in parts if part))
     return plain[:120]
 
 

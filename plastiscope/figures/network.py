@@ -149,11 +149,11 @@ def moving_average(values: Numbers) -> Numbers:
 def onset_place(values: Numbers) -> int | None:
     """Where the 3-point moving average begins to rise for good: the place of its last minimum.
 
-    None when it doesn't rise at the end, or has fewer than two points, or a null within.
+    None when it doesn't rise at the end, has fewer than two points, or where a value is missing.
     """
     smooth = moving_average(np.asarray(values, float))
     known = np.flatnonzero(np.isfinite(smooth))
-    if len(known) < 2 or not np.isfinite(smooth[known[0] : known[-1] + 1]).all():
+    if len(known) < 2 or not np.isfinite(values).all():
         return None
     rising = np.diff(smooth[known]) > 0
     if not rising[-1]:

@@ -216,7 +216,8 @@ def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False
         count_axis(axes.xaxis, 4 if len(on.panels) > 1 else 6)
         if fraction:
             axes.set_ylim(-0.03, 1.03)
-    for axes in bottom(on):
+    narrow = on.columns > 6
+    for axes in bottom(on)[on.columns // 2 :: on.columns] if narrow else bottom(on):
         axes.set_xlabel(x_label(choice))
     if y and on.own and len(on.panels) > 1:
         on.figure.supylabel(y, fontsize=on.look.font)

@@ -11,9 +11,19 @@ from matplotlib.axes import Axes
 
 from ..errors import NotEnoughEvidenceError
 from .kind import Kind
-from .panels import Canvas, bottom, canvas, course, finish_courses, legend, runs_of, visible
+from .panels import (
+    Canvas,
+    bottom,
+    canvas,
+    course,
+    finish_courses,
+    legend,
+    run_courses,
+    runs_of,
+    visible,
+)
 from .selection import Choice, demand_values, grouped, ordered, pick
-from .style import BLUE, DASHES, Look, mark
+from .style import BLUE, Look, mark
 from .ticks import count_axis, label_columns, words
 
 RATES = ("rate_of_change", "rate_of_change_embedding")
@@ -47,20 +57,12 @@ def _rate(table: pd.DataFrame, choice: Choice) -> str:
 def draw_rate(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
     """Block on x, a line a component, its band shaded."""
     on = canvas(of, 1, axes, height=2.2)
-    panel, runs = on.panels[0], runs_of(data, choice)
-    names = ordered(list(data["component"].unique()))
+    panel, names = on.panels[0], ordered(list(data["component"].unique()))
+    half = (data["high"] - data["low"]) / 2
+    along = data.assign(x=data["block"], point=data["block"], spread=half)
     for name in names:
-        colour, marker = mark(name, names)
-        for place, run in enumerate(runs):
-            one = data[(data["component"] == name) & (data["run"] == run)].sort_values("block")
-            along = one.assign(x=one["block"], point=one["block"], spread=np.nan)
-            dash = DASHES[place % len(DASHES)]
-            label = words(name) if len(runs) == 1 else f"{words(name)}, {run}"
-            course(on, panel, along, label, colour=colour, marker=marker, dash=dash)
-            shade = visible(colour, of)
-            panel.fill_between(
-                along["x"], one["low"], one["high"], color=shade, alpha=0.2, linewidth=0
-            )
+        one = along[along["component"] == name]
+        run_courses(on, panel, one, choice, words(name), *mark(name, names))
     count_axis(panel.xaxis, 8)
     panel.set_xlabel("block")
     panel.set_ylabel(words(str(data["metric"].iloc[0])))

@@ -176,9 +176,11 @@ def new_figure(of: Look, width: float, height: float) -> Figure:
 
 def settle(figure: Figure) -> None:
     """Lay the figure out once, take out labels that touch, and keep that layout."""
-    figure.draw_without_rendering()
-    thin_labels(figure)
-    figure.draw_without_rendering()
+    engine = figure.get_layout_engine()
+    assert engine is not None
+    engine.execute(figure)
+    if thin_labels(figure):
+        engine.execute(figure)
     figure.set_layout_engine("none")
 
 

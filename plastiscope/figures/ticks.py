@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
 
+Numbers = npt.NDArray[np.floating[Any]]
 LONGEST = 36
 
 
@@ -50,12 +52,12 @@ def words(name: str) -> str:
 
 def label_columns(axes: Axes, labels: Sequence[str]) -> None:
     """One label under each column of a picture; those that would touch are taken out later."""
-    _fix(axes.xaxis, np.arange(len(labels)), labels)
+    _fix(axes.xaxis, np.arange(len(labels), dtype=float), labels)
 
 
 def label_rows(axes: Axes, labels: Sequence[str]) -> None:
     """One label beside each row of a picture."""
-    _fix(axes.yaxis, np.arange(len(labels)), labels)
+    _fix(axes.yaxis, np.arange(len(labels), dtype=float), labels)
 
 
 def count_axis(axis: Axis, most: int = 4, whole: bool = True) -> None:
@@ -66,7 +68,7 @@ def count_axis(axis: Axis, most: int = 4, whole: bool = True) -> None:
     axis.set_major_formatter(FuncFormatter(lambda x, _: count_text(x)))
 
 
-def _fix(axis: Axis, places: Sequence[float] | np.ndarray[Any, Any], labels: Sequence[str]) -> None:
+def _fix(axis: Axis, places: Numbers, labels: Sequence[str]) -> None:
     # Each label drawn costs about a millisecond, and no page has room for more than this.
     stride = max(1, math.ceil(len(labels) / 250))
     axis.set_major_locator(FixedLocator(list(places[::stride])))
@@ -74,33 +76,34 @@ def _fix(axis: Axis, places: Sequence[float] | np.ndarray[Any, Any], labels: Seq
     axis.set_tick_params(which="major", length=0 if len(labels) > 1 else 2)
 
 
-def thin_labels(figure: Figure) -> None:
+def thin_labels(figure: Figure) -> bool:
     """Keep every n-th label of the fixed ones, n the least with which no two touch.
 
-    The figure must have been laid out.
+    The figure must have been laid out. True when any label was taken out.
     """
-    for axes in figure.axes:
-        for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1)):
-            if isinstance(axis.get_major_locator(), FixedLocator):
-                _thin(axis, side)
+    fixed = [
+        (axis, side)
+        for axes in figure.axes
+        for axis, side in ((axes.xaxis, 0), (axes.yaxis, 1))
+        if isinstance(axis.get_major_locator(), FixedLocator)
+    ]
+    return sum(_thin(axis, side) for axis, side in fixed) > 0
 
 
-def _thin(axis: Axis, side: int) -> None:
+def _thin(axis: Axis, side: int) -> bool:
     labels = [label for label in axis.get_ticklabels() if label.get_text()]
     if len(labels) < 2:
-        return
-    boxes = [label.get_window_extent() for label in labels]
-    middles = np.array(
-        [(box.get_points()[0, side] + box.get_points()[1, side]) / 2 for box in boxes]
-    )
-    extent = np.array([box.get_points()[1, side] - box.get_points()[0, side] for box in boxes])
+        return False
+    boxes = [label.get_window_extent().get_points()[:, side] for label in labels]
+    middles = np.array([box.mean() for box in boxes])
+    extent = np.array([box[1] - box[0] for box in boxes])
     air = 0.6 * extent.min() if side == 0 else 0.0
-    for stride in range(1, len(labels) + 1):
-        kept = slice(None, None, stride)
-        room = np.abs(np.diff(middles[kept])) - (extent[kept][1:] + extent[kept][:-1]) / 2
-        if (room >= air).all():
-            break
-    places = list(axis.get_majorticklocs())[kept]
-    texts = [label.get_text() for label in labels][kept]
-    axis.set_major_locator(FixedLocator(places))
-    axis.set_major_formatter(FixedFormatter(texts))
+    stride = next(n for n in range(1, len(labels) + 1) if _apart(middles[::n], extent[::n], air))
+    if stride > 1:
+        axis.set_major_locator(FixedLocator(list(axis.get_majorticklocs())[::stride]))
+        axis.set_major_formatter(FixedFormatter([x.get_text() for x in labels][::stride]))
+    return stride > 1
+
+
+def _apart(middles: Numbers, extent: Numbers, air: float) -> bool:
+    return bool((np.abs(np.diff(middles)) >= (extent[1:] + extent[:-1]) / 2 + air).all())

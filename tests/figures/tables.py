@@ -148,11 +148,10 @@ def study(step, seed=0, blocks=3, inputs=6):
             rows.append(Row("rate_of_change_bound", "feature", 40 * rate, name, block))
             rows.append(Row("jacobian_sigma_min", "jacobian", 0.01 / (step + 1), name, block))
             rows.append(Row("jacobian_sigma_max", "jacobian", 3.0 + step, name, block))
-            for share in (0.1, 0.5, 0.9):
-                rows.append(
-                    Row("jacobian_quantile", "jacobian", 2 * share, name, block,
-                        parameters=f"q={share}")
-                )  # fmt: skip
+            rows += [
+                Row("jacobian_quantile", "jacobian", 2 * q, name, block, parameters=f"q={q}")
+                for q in (0.1, 0.5, 0.9)
+            ]
         for head in range(2):
             rows.append(Row("lazy_head", "attention", float(step > 4), "attention", block, head))
             rows.append(Row("collapsed_head", "attention", 0.0, "attention", block, head))

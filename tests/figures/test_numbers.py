@@ -1,0 +1,369 @@
+"""The numbers that reach the picture are the table's, and nothing is drawn where there is none."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from matplotlib.figure import Figure
+
+from plastiscope import figures
+from plastiscope.errors import NotEnoughEvidenceError, UsageError
+from plastiscope.figures import law, network
+from plastiscope.figures.kind import choose
+from plastiscope.figures.panels import symmetric_limit
+from plastiscope.store import Row
+
+spec = importlib.util.spec_from_file_location("tables", Path(__file__).with_name("tables.py"))
+tables = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(tables)
+
+
+def small(tmp_path, values, **options):
+    """A run whose `values[checkpoint][(block, component)]` are effective ranks of features."""
+
+    def make(point):
+        return [
+            Row("effective_rank", "feature", value, name, block, tokens="all",
+                status="ok" if value is not None else "non_finite")
+            for (block, name), value in values[point].items()
+        ]  # fmt: skip
+
+    return tables.table(tmp_path, make, points=len(values), **options)
+
+
+def image(figure: Figure, panel=0):
+    return figure.axes[panel].images[0]
+
+
+VALUES = [
+    {(0, "norm1"): 10.0, (0, "fc1"): 8.0, (3, "norm1"): 9.0, (3, "fc1"): 8.5},
+    {(0, "norm1"): 12.0, (0, "fc1"): 7.0, (3, "norm1"): 4.0, (3, "fc1"): None},
+    {(0, "norm1"): 11.0, (0, "fc1"): 6.0, (3, "norm1"): 5.0, (3, "fc1"): 9.0},
+]
+
+
+def test_delta_heatmap_shows_last_block_minus_first(tmp_path):
+    shown = image(figures.delta_heatmap(small(tmp_path, VALUES)))
+    expected = [[9 - 10, 4 - 12, 5 - 11], [8.5 - 8, np.nan, 9 - 6]]
+    np.testing.assert_array_equal(np.ma.filled(shown.get_array(), np.nan), expected)
+    assert shown.get_clim() == (-8, 8)
+
+
+def test_delta_heatmap_is_grey_where_there_is_no_value(tmp_path):
+    shown = image(figures.delta_heatmap(small(tmp_path, VALUES)))
+    colours = shown.to_rgba(shown.get_array())
+    red, green, blue, _ = colours[1, 1]
+    assert red == green == blue and 0.4 < red < 0.75
+    middle = shown.cmap(0.5)
+    assert min(middle[:3]) > 0.9, "zero is white, so grey can't be read as zero"
+
+
+def test_delta_heatmap_of_two_chosen_blocks(tmp_path):
+    values = [{(b, "fc1"): float(10**b) for b in range(4)}] * 2
+    shown = image(figures.delta_heatmap(small(tmp_path, values), block=(1, 2)))
+    np.testing.assert_array_equal(shown.get_array(), [[90, 90]])
+    with pytest.raises(UsageError, match="no block 9"):
+        figures.delta_heatmap(small(tmp_path, values), block=(0, 9))
+
+
+def test_every_block_against_the_first_checkpoint(tmp_path):
+    figure = figures.delta_heatmap_blocks(small(tmp_path, VALUES))
+    expected = [[0, 2, 1], [0, -1, -2], [0, -5, -4], [0, np.nan, 0.5]]
+    np.testing.assert_array_equal(np.ma.filled(image(figure).get_array(), np.nan), expected)
+    assert image(figure).get_clim() == (-5, 5)
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert labels == ["0: norm 1", "0: fc1", "3: norm 1", "3: fc1"]
+
+
+@pytest.mark.parametrize(
+    ("differences", "limit"),
+    [
+        ([0.1, 0.5], 0.5),
+        ([-5.0, 3.0], 5.0),
+        ([0.0, 0.0], 1.0),
+        ([1.0, None, -2.0], 2.0),
+        ([-0.2, -0.1], 0.2),
+    ],
+)
+def test_zero_has_the_middle_colour(tmp_path, differences, limit):
+    values = [
+        {(0, "fc1"): 0.0, (1, "fc1"): d, (0, "fc2"): 1.0, (1, "fc2"): 1.0} for d in differences
+    ]
+    shown = image(figures.delta_heatmap(small(tmp_path, values)))
+    assert shown.get_clim() == (-limit, limit)
+    assert shown.norm(0.0) == 0.5
+
+
+def test_symmetric_limit_ignores_what_is_not_finite():
+    assert symmetric_limit([math.nan, math.inf, -3.0, 2.0]) == 3.0
+    assert symmetric_limit([math.nan]) == 1.0
+    assert symmetric_limit([]) == 1.0
+
+
+def test_several_runs_share_one_scale(tmp_path):
+    one = small(tmp_path / "a", [{(0, "fc1"): 0.0, (1, "fc1"): 2.0}] * 2, run="a")
+    two = small(tmp_path / "b", [{(0, "fc1"): 0.0, (1, "fc1"): -7.0}] * 2, run="b")
+    figure = figures.delta_heatmap(pd.concat([one, two]))
+    assert [image(figure, panel).get_clim() for panel in (0, 1)] == [(-7, 7)] * 2
+    assert [float(image(figure, panel).get_array()[0, 0]) for panel in (0, 1)] == [2, -7]
+
+
+def test_a_null_breaks_the_line(tmp_path):
+    figure = figures.component_rank(small(tmp_path, VALUES), block=3, component="fc1")
+    (line,) = figure.axes[0].lines
+    np.testing.assert_array_equal(line.get_xdata(), [0, 1000, 2000])
+    np.testing.assert_array_equal(line.get_ydata(), [8.5, np.nan, 9.0])
+    assert line.get_markevery() == [0, 1, 2] or set(line.get_markevery()) >= {0, 2}
+
+
+def test_a_missing_row_breaks_the_line_too(tmp_path):
+    values = [dict(one) for one in VALUES]
+    del values[1][0, "fc1"]
+    figure = figures.component_rank(small(tmp_path, values), block=0, component=["fc1", "norm1"])
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    np.testing.assert_array_equal(lines["fc1"].get_ydata(), [8, np.nan, 6])
+    np.testing.assert_array_equal(lines["norm 1"].get_ydata(), [10, 12, 11])
+
+
+def test_panels_of_component_rank_share_one_scale(tmp_path):
+    figure = figures.component_rank(tables.table(tmp_path))
+    assert len({axes.get_ylim() for axes in figure.axes}) == 1
+    assert [axes.get_title() for axes in figure.axes[:2]] == ["block 0", "block 1"]
+
+
+def test_head_figures_show_each_head(tmp_path):
+    table = tables.table(tmp_path, points=3)
+    figure = figures.head_magnitude(table, block=2)
+    assert [axes.get_title() for axes in figure.axes] == [f"head {h}" for h in range(4)]
+    rows = table[(table["metric"] == "weight_magnitude") & (table["block"] == 2)]
+    for head, axes in enumerate(figure.axes):
+        for name, line in zip("qkv", axes.lines, strict=True):
+            mine = rows[(rows["head"] == head) & (rows["component"] == name)]
+            np.testing.assert_array_equal(line.get_ydata(), mine["value"])
+    colours = [line.get_color() for line in figure.axes[0].lines]
+    assert colours == ["#0072B2", "#D55E00", "#009E73"]
+
+
+def test_head_maps_share_one_scale(tmp_path):
+    table = tables.table(tmp_path, points=3)
+    figure = figures.head_rank_map(table, block=1)
+    panels = [axes for axes in figure.axes if axes.images]
+    assert [axes.get_title() for axes in panels] == ["q", "k", "v"]
+    assert len({axes.images[0].get_clim() for axes in panels}) == 1
+    rows = table[(table["metric"] == "effective_rank") & (table["block"] == 1)]
+    rows = rows[(rows["component"] == "k") & (rows["head"] == 2) & (rows["subject"] == "feature")]
+    np.testing.assert_array_equal(panels[1].images[0].get_array()[2], rows["value"])
+
+
+def test_cls_rank_follows_the_depth(tmp_path):
+    table = tables.table(tmp_path, points=9, blocks=2)
+    data = figures.cls_rank.data(table, choose())
+    assert sorted(data["x"].unique()) == [0, 2000, 4000, 6000, 8000]
+    figure = figures.cls_rank(table)
+    last = next(line for line in figure.axes[0].lines if line.get_label() == "step 8k")
+    rows = table[(table["step"] == 8000) & (table["tokens"] == "cls")]
+    inner = rows[rows["block"].notna()].sort_values("block", kind="stable")["value"].tolist()
+    outer = rows[rows["block"].isna()].set_index("component")["value"]
+    expected = [outer["embedding"], *inner, outer["final_norm"], outer["head"]]
+    np.testing.assert_array_equal(last.get_ydata(), expected)
+
+
+def test_a_network_without_cls_says_so(tmp_path):
+    with pytest.raises(NotEnoughEvidenceError, match="CLS"):
+        figures.cls_rank(tables.table(tmp_path, cls=False, points=2))
+
+
+def test_statuses_explain_an_empty_figure(tmp_path):
+    values = [{(0, "fc1"): None, (1, "fc1"): None}] * 2
+    with pytest.raises(NotEnoughEvidenceError, match=r"non_finite \(4 rows\)"):
+        figures.component_rank(small(tmp_path, values))
+
+
+def test_units_take_tau_0025_unless_another_is_chosen(tmp_path):
+    table = tables.table(tmp_path, points=2, blocks=2)
+    dormant = [
+        [line.get_ydata()[0] for line in axes.lines if "dormant" in line.get_label()]
+        for axes in figures.units(table).axes
+    ]
+    assert dormant == [[0.1], [0.1]]
+    other = figures.units(table, parameters="tau=0.1").axes[0].lines
+    assert [line.get_ydata()[0] for line in other] == [0.5, 0.2]
+
+
+def test_group_is_mean_and_standard_deviation(tmp_path):
+    ranks = {"a": 1.0, "b": 2.0, "c": 6.0}
+    parts = [
+        small(tmp_path / run, [{(0, "fc1"): rank}, {(0, "fc1"): rank * 2}], run=run)
+        for run, rank in ranks.items()
+    ]
+    table = pd.concat(parts, ignore_index=True)
+    data = figures.component_rank.data(table, choose(groups={"all": ["a", "b", "c"]}))
+    assert data["run"].unique().tolist() == ["all"]
+    np.testing.assert_allclose(data["value"], [3, 6])
+    np.testing.assert_allclose(
+        data["spread"], [np.std([1, 2, 6], ddof=1), np.std([2, 4, 12], ddof=1)]
+    )
+    figure = figures.component_rank(table, groups={"all": ["a", "b", "c"]})
+    (band,) = figure.axes[0].collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert heights.max() == pytest.approx(6 + np.std([2, 4, 12], ddof=1))
+
+
+def test_a_group_with_a_failed_run_has_no_mean(tmp_path):
+    whole = small(tmp_path / "a", [{(0, "fc1"): 1.0}, {(0, "fc1"): 2.0}], run="a")
+    failed = small(tmp_path / "b", [{(0, "fc1"): 3.0}, {(0, "fc1"): None}], run="b")
+    table = pd.concat([whole, failed], ignore_index=True)
+    data = figures.component_rank.data(table, choose(groups={"both": ["a", "b"]}))
+    np.testing.assert_array_equal(data["value"], [2, np.nan])
+    with pytest.raises(UsageError, match="did you mean 'a'"):
+        figures.component_rank(table, groups={"x": ["aa"]})
+
+
+def test_two_values_for_one_place_are_an_error(tmp_path):
+    table = small(tmp_path, VALUES)
+    doubled = pd.concat([table, table.assign(value=table["value"] + 1)], ignore_index=True)
+    with pytest.raises(UsageError, match="several values at one place"):
+        figures.component_rank(doubled)
+    again = pd.concat([table, table], ignore_index=True)
+    assert len(figures.component_rank.data(again, choose())) == 12
+
+
+def test_steps_blocks_and_x(tmp_path):
+    table = tables.table(tmp_path, points=5, blocks=2)
+    data = figures.component_rank.data(table, choose(steps=(1000, 3000), block=1))
+    assert sorted(data["x"].unique()) == [1000, 2000, 3000]
+    assert set(data["block"].dropna()) == {1}
+    tasks = figures.component_rank.data(table, choose(x="task"))
+    assert sorted(tasks["x"].unique()) == [0, 1, 2, 3, 4]
+    tokens = figures.component_rank.data(table, choose(x="tokens", tokens_per_step=16))
+    assert sorted(tokens["x"].unique()) == [0, 16000, 32000, 48000, 64000]
+    with pytest.raises(UsageError, match="tokens_per_step"):
+        figures.component_rank(table, x="tokens")
+    with pytest.raises(UsageError, match="did you mean 'task'"):
+        figures.component_rank(table, x="tasks")
+
+
+def test_whole_component_is_the_mean_over_heads_only_when_every_head_has_a_value(tmp_path):
+    def make(point):
+        ranks = [2.0, 4.0 if point == 0 else None]
+        return [
+            Row("effective_rank", "feature", rank, "q", 0, head) for head, rank in enumerate(ranks)
+        ]
+
+    data = figures.component_rank.data(tables.table(tmp_path, make, points=2), choose())
+    np.testing.assert_array_equal(data["value"], [3, np.nan])
+    assert data["head_mean"].iloc[0]
+
+
+def test_running_mean_of_accuracy_stops_at_a_missing_task(tmp_path):
+    accuracies = [0.9, 0.7, None, 0.5]
+
+    def make(point):
+        status = "ok" if accuracies[point] is not None else "unreadable"
+        return [Row("accuracy", "task", accuracies[point], status=status)]
+
+    data = figures.accuracy.data(tables.table(tmp_path, make, points=4), choose())
+    series = {name: part["value"].tolist() for name, part in data.groupby("series")}
+    np.testing.assert_allclose(series["task"], [0.9, 0.7, np.nan, 0.5])
+    np.testing.assert_allclose(series["running mean"], [0.9, 0.8, np.nan, np.nan])
+
+
+def test_isometry_quantities_come_from_the_norms(tmp_path):
+    matrix = np.diag([3.0, 2.0, 0.5])
+    singular = np.array([3.0, 2.0, 0.5])
+
+    def make(point):
+        values = {
+            "condition_number": 6.0,
+            "spectral_norm": 3.0,
+            "frobenius_norm": float(np.linalg.norm(matrix)),
+            "effective_rank": 2.0,
+        }
+        return [Row(m, "weight", v, "fc1", 0, rows=3, columns=5) for m, v in values.items()]
+
+    data = figures.isometry.data(tables.table(tmp_path, make, points=2), choose())
+    first = data[data["x"] == 0].set_index("metric")["value"]
+    assert first["sigma_squared_max"] == pytest.approx((singular**2).max())
+    assert first["sigma_squared_min"] == pytest.approx((singular**2).min())
+    assert first["sigma_squared_mean"] == pytest.approx((singular**2).mean())
+
+
+def test_isometry_map_is_clipped_to_the_2nd_and_98th_percentile(tmp_path):
+    rng = np.random.default_rng(0)
+    values = rng.uniform(1, 2, (3, 50))
+    values[1, 7] = 1e9
+
+    def make(point):
+        return [
+            Row("condition_number", "weight", float(value), "fc1", block)
+            for block, value in enumerate(values[point])
+        ]
+
+    figure = figures.isometry_map(tables.table(tmp_path, make, points=3))
+    panels = [axes for axes in figure.axes if axes.images]
+    low, high = np.percentile(values, (2, 98))
+    assert len(panels) == 3
+    for axes in panels:
+        assert axes.images[0].get_clim() == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [
+        ([9, 4, 1, 0, 1, 4, 9, 16], 3),
+        ([5, 4, 3, 2, 1, 0], None),
+        ([0, 1, 2, 3, 4, 5], 1),
+        ([0, 3, 6, 3, 0, 3, 6, 9], 4),
+        ([9, 4, math.nan, 0, 1, 4, 9], None),
+        ([1, 2], None),
+    ],
+)
+def test_onset_is_where_the_moving_average_rises_for_good(values, place):
+    assert network.onset_place(np.array(values, float)) == place
+
+
+def test_law_of_the_study():
+    """The study's eight models give its published fit."""
+    sizes = np.array([5, 12, 27, 39, 53, 83, 106, 314]) * 1e6
+    onsets = np.array([6, 6, 16, 18, 54, 54, 62, 118.0])
+    fit = law.fit_law(sizes, onsets)
+    slope, intercept = np.polyfit(np.log(sizes), np.log(onsets), 1)
+    assert fit.exponent == pytest.approx(slope)
+    assert fit.intercept == pytest.approx(intercept)
+    assert fit.exponent == pytest.approx(0.8269, abs=0.02)
+    assert fit.r_squared == pytest.approx(0.8969, abs=0.02)
+    assert fit.exponent_error == pytest.approx(0.1027, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (6, 2.44691), (30, 2.04227)]
+)
+def test_student_quantile(freedom, quantile):
+    assert law.student_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
+
+
+def test_rate_band_is_1_96_standard_errors(tmp_path):
+    data = figures.rate_of_change.data(tables.table(tmp_path, tables.study, points=2), choose())
+    np.testing.assert_allclose(data["high"] - data["value"], 0.196)
+    assert data["x"].unique().tolist() == [1000]
+
+
+def test_forked_branches_are_two_courses(tmp_path):
+    table = small(tmp_path, [{(0, "fc1"): 1.0}] * 4)
+    forked = table.assign(branch=["main", "main", "fork", "fork"])
+    data = figures.component_rank.data(forked, choose())
+    assert sorted(data["run"].unique()) == ["vit/fork", "vit/main"]
+
+
+def test_choice_of_head(tmp_path):
+    table = tables.table(tmp_path, points=2)
+    figure = figures.head_rank(table, block=1, head=[1, 3])
+    assert [axes.get_title() for axes in figure.axes] == ["head 1", "head 3"]
+    chosen = replace(choose(), heads=(0,))
+    assert set(figures.head_rank.data(table, chosen)["head"]) == {0}
