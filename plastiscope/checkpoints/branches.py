@@ -160,6 +160,9 @@ def _shadow(node: Any) -> dict[str, Stored]:
     for key in ("shadow_params", "shadow", "module", "ema_model", "model", "state_dict", "params"):
         if key in inner and has_tensors(inner[key]):
             return _shadow(inner[key]) if key != "shadow_params" else tensors(inner[key])
+    holders = [value for value in inner.values() if has_tensors(value)]
+    if len(holders) == 1 and as_tensor(holders[0]) is None:
+        return _shadow(holders[0])
     return tensors(node)
 
 

@@ -196,7 +196,9 @@ class _Known:
             pairs = [(pairs[0][0], 0)]
         checkpoints: list[Checkpoint] = []
         moments: list[Moment] = []
-        for member, step in sorted(pairs, key=lambda p: (p[1] is None, p[1] or 0)):
+        # Of two files of one step the shorter name counts: "-v1" marks a second save.
+        pairs.sort(key=lambda p: (p[1] is None, p[1] or 0, len(p[0].unit.name)))
+        for member, step in pairs:
             if step is None:
                 skipped.append(Skipped(member.unit.name, "no step in its content or its name"))
                 continue

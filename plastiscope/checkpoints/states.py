@@ -147,6 +147,8 @@ def refuse_shards(weights: Mapping[str, Stored]) -> None:
                 "save a full or a distributed checkpoint"
             )
     floating = [t for t in weights.values() if t.dtype.is_floating_point]
+    if len(weights) == 1 and next(iter(weights.values())).numel == 0:
+        raise UnreadableError("no data in it: its only tensor has 0 elements")
     if floating and all(t.numel == 0 for t in floating):
         raise UnreadableError(
             "placeholder weights (ZeRO-3): every tensor has 0 elements; the weights are in "
