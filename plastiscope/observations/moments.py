@@ -14,6 +14,8 @@ from torch import Tensor
 
 from .spectra import GRAM_EPS, Floats, Spectrum, values_of_gram
 
+_WORKING = 1 << 22
+"""Entries of the Gram matrices that are solved at once."""
 Counts = npt.NDArray[np.int64]
 Grams = tuple[Tensor, Tensor]
 
@@ -43,23 +45,25 @@ def moment_spectra(
 ) -> tuple[Spectrum, Spectrum]:
     """From moments [K, (H,) d, d] and sums [K, (H,) d] about the pivot [(H,) d], float64."""
 
-    def grams(kept: list[int]) -> Grams:
-        moment, total = _sum(moments, kept), _sum(sums, kept)
-        n = int(counts[kept].sum())
+    def grams(kept: list[list[int]]) -> Grams:
+        chosen = moments.new_zeros(len(kept), len(counts))
+        for i, folds in enumerate(kept):
+            chosen[i, folds] = 1.0
+        moment, total = _combine(chosen, moments), _combine(chosen, sums)
+        n = torch.as_tensor(counts, device=moments.device).double() @ chosen.mT
+        n = n.reshape(-1, *(1 for _ in moments.shape[1:]))
         cross = total[..., :, None] * pivot[..., None, :]
         square = pivot[..., :, None] * pivot[..., None, :]
         plain = moment + cross + cross.mT + n * square
-        centered = moment - total[..., :, None] * total[..., None, :] / max(n, 1)
+        centered = moment - total[..., :, None] * total[..., None, :] / n.clamp(min=1)
         return plain, centered
 
     return _spectra(grams, counts, tuple(sums.shape[1:-1]), sums.shape[-1], eps)
 
 
-def _sum(parts: Tensor, kept: list[int]) -> Tensor:
-    total = parts[kept[0]].clone() if kept else torch.zeros_like(parts[0])
-    for k in kept[1:]:
-        total += parts[k]
-    return total
+def _combine(chosen: Tensor, parts: Tensor) -> Tensor:
+    """Sums over the chosen folds: [n, K] and [K, ...] give [n, ...]."""
+    return (chosen @ parts.flatten(1)).reshape(-1, *parts.shape[1:])
 
 
 def row_spectra(
@@ -71,14 +75,15 @@ def row_spectra(
     shifted = _gram(by_head, pivot if rows.ndim == 2 else pivot[:, None])
     counts = np.bincount(fold.numpy(), minlength=folds)
 
-    def grams(kept: list[int]) -> Grams:
-        where = torch.isin(fold, torch.tensor(kept)).nonzero().squeeze(1).to(raw.device)
+    def grams(kept: list[list[int]]) -> Grams:
+        (folds,) = kept
+        where = torch.isin(fold, torch.tensor(folds)).nonzero().squeeze(1).to(raw.device)
         plain = raw.index_select(-1, where).index_select(-2, where)
         part = shifted.index_select(-1, where).index_select(-2, where)
         mean = part.mean(-1, keepdim=True)
-        return plain, part - mean - mean.mT + mean.mean(-2, keepdim=True)
+        return plain[None], (part - mean - mean.mT + mean.mean(-2, keepdim=True))[None]
 
-    return _spectra(grams, counts, tuple(rows.shape[1:-1]), rows.shape[-1], eps)
+    return _spectra(grams, counts, tuple(rows.shape[1:-1]), rows.shape[-1], eps, at_once=1)
 
 
 def _gram(rows: Tensor, pivot: Tensor | None) -> Tensor:
@@ -95,22 +100,29 @@ def _gram(rows: Tensor, pivot: Tensor | None) -> Tensor:
 
 
 def _spectra(
-    grams: Callable[[list[int]], Grams], counts: Counts, heads: tuple[int, ...], d: int, eps: float
+    grams: Callable[[list[list[int]]], Grams],
+    counts: Counts,
+    heads: tuple[int, ...],
+    d: int,
+    eps: float,
+    at_once: int | None = None,
 ) -> tuple[Spectrum, Spectrum]:
+    """Spectra for all folds, then without each; `grams` takes `at_once` choices of folds, None as
+    many as the working memory holds."""
     folds = len(counts)
     n = int(min(counts.sum(), d))
     present = [k for k in range(folds) if counts[k]]
     every = [present, *([j for j in present if j != k] for k in range(folds))]
     values = np.full((2, 1 + folds, *heads, n), np.nan)
     square = np.full((2, 1 + folds, *heads), np.nan)
-    for i, kept in enumerate(every):
-        if not kept or (i and i - 1 not in present):
-            continue
-        plain, centered = grams(kept)
-        for which, gram in enumerate((plain, centered)):
+    known = [i for i, kept in enumerate(every) if kept and (i == 0 or i - 1 in present)]
+    size = at_once or max(1, _WORKING // (d * d * max(1, int(np.prod(heads)))))
+    for start in range(0, len(known), size):
+        some = known[start : start + size]
+        for which, gram in enumerate(grams([every[i] for i in some])):
             found, total = _values(gram)
-            values[which, i, ..., :] = _fit(found, n)
-            square[which, i] = total
+            values[which, some] = _fit(found, n)
+            square[which, some] = total
     rows = np.stack([counts.sum(), *(counts.sum() - counts)]).reshape(-1, *(1 for _ in heads))
     rows = np.broadcast_to(rows, (1 + folds, *heads)).astype(np.int64)
     return (
