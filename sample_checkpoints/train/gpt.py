@@ -184,7 +184,7 @@ if __name__ == "__main__":
             steps=120,
             batch=BATCH,
             learning_rate=LEARNING_RATE,
-            checkpoints=(0, 1, 2, 4, 6, 9, 12, 16, 20),
+            checkpoints=(0, 2, 4, 6, 9, 12, 16, 20),
             score="loss",
         ),
         seeds=5,
