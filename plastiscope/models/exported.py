@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from plastiscope.checkpoints.run import State
 from plastiscope.errors import UsageError
@@ -21,6 +24,8 @@ def build(state: State, path: str) -> Live:
     """
     if not Path(path).is_file():
         raise UsageError(f"--model {path}: no such file")
+    if not zipfile.is_zipfile(path):
+        raise UsageError(f"--model {path} isn't a torch.export program (not a zip archive)")
     try:
         program = torch.export.load(path)
     except (RuntimeError, ValueError, OSError, AssertionError) as error:
@@ -28,6 +33,9 @@ def build(state: State, path: str) -> Live:
         raise UsageError(f"--model {path} isn't a torch.export program: {line}") from error
     example = _example(program, path)
     module = program.module()
+    # An exported graph has no training mode to leave, so its methods only refuse.
+    module.train = functools.partial(nn.Module.train, module)  # type: ignore[method-assign]
+    module.eval = functools.partial(nn.Module.eval, module)  # type: ignore[method-assign]
     return Live(
         module=module,
         inputs=_inputs(program, example, path),

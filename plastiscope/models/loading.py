@@ -40,8 +40,10 @@ def load(
     """Copy the stored tensors into the module: parameters, tied weights and running statistics.
 
     The module computes in float32 (float64 when every stored weight is), whatever the stored
-    precision, unless `dtype` says otherwise. Raises ModelError when the match isn't full, unless
-    `allow_partial`; also when weights that the module ties are stored apart with different values.
+    precision, unless `dtype` says otherwise. Raises ModelError when weights that the module ties
+    are stored apart with different values, and when the match isn't full, unless `allow_partial`:
+    then every parameter without a stored value is NaN, so that nothing computed from it passes for
+    a measurement.
     """
     live.module.to(dtype or _precision(state))
     targets = tensors_of(live.module)
@@ -49,8 +51,18 @@ def load(
     report = _report(live, state, targets, matched, reshaped)
     if not report.full and not allow_partial:
         raise ModelError(_mismatch(report))
+    _void(targets, (*report.missing, *report.reshaped))
     live.module.eval()
     return report
+
+
+def _void(targets: Mapping[str, torch.Tensor], names: Iterable[str]) -> None:
+    with torch.no_grad():
+        for name in names:
+            target = targets.get(name)
+            running = name.endswith(("running_mean", "running_var"))
+            if isinstance(target, nn.Parameter) or (target is not None and running):
+                target.fill_(torch.nan)
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -101,7 +113,7 @@ def _place(name: str, target: torch.Tensor, value: torch.Tensor, filled: dict[in
     if target.shape != value.shape:
         return False
     with torch.no_grad():
-        if id(target) in filled and not torch.equal(target, value.to(target.dtype)):
+        if id(target) in filled and not torch.equal(target, value.to(target)):
             raise ModelError(
                 f"{name} and {filled[id(target)]} are one tensor in the model and two different "
                 "ones in the checkpoint: give a --model that doesn't tie them"

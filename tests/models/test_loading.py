@@ -76,6 +76,11 @@ def test_reports_missing_unexpected_and_reshaped(state_of):
         ("3.weight",),
     )
     assert not report.full
+    # What the file doesn't hold is no number: whatever depends on it can't look like a measurement.
+    assert live.module.get_parameter("0.bias").isnan().all()
+    assert live.module.get_parameter("3.weight").isnan().all()
+    assert torch.equal(live.module.get_parameter("0.weight"), tensors["0.weight"])
+    assert live.forward({"inputs": torch.randn(2, 3)}).isnan().all()
 
 
 def test_a_stored_mask_is_ignored_and_nothing_matched_is_an_error(state_of):
