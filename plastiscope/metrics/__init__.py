@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import unknown
-from . import attention, features, outputs, spectral, units, weights
+from . import attention, features, kernel, outputs, spectral, units, weights
 from .definition import Explanation, Metric, explanation
 from .measurement import Place, jackknife, measure_with
 from .totals import unit_totals, weight_totals
@@ -58,6 +58,17 @@ METRICS: tuple[Metric, ...] = (
     attention.attention_rank,
     outputs.loss,
     outputs.accuracy,
+    kernel.ntk_trace,
+    kernel.ntk_condition_number,
+    kernel.ntk_effective_rank,
+    kernel.ntk_srank,
+    kernel.ntk_approximate_rank,
+    kernel.ntk_spectrum,
+    kernel.ntk_offdiagonal,
+    kernel.ntk_alignment,
+    kernel.ntk_drift,
+    kernel.gradient_norm,
+    kernel.fisher_effective_rank,
 )
 
 __all__ = [

@@ -108,7 +108,8 @@ def _solve(matrices: Tensor) -> tuple[Floats, Floats, Statuses]:
         chosen = matrices if len(good) == len(matrices) else matrices[torch.as_tensor(good)]
         values[good], square[good] = _values_of_scaled(chosen, scale)
         values[good] *= scale[:, None]
-        square[good] *= scale**2
+        with np.errstate(over="ignore"):
+            square[good] *= scale**2
         status[good[np.isnan(values[good]).any(1)]] = "not_converged"
     return values, square, status
 

@@ -1,0 +1,181 @@
+"""Gram matrices of per-input parameter gradients, from the factors that backward passes by.
+
+Axes: n gradients (B inputs times C copies of each, one for every output that is told apart), T
+places (tokens, positions, calls), p and q the two sides of a parameter. A matrix parameter's
+gradient for input i is sum_t V[i, t] S[i, t]^T, where V varies with the output asked for and S
+(the layer's input) doesn't. No gradient of the size inputs times parameters is ever held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+WORK_BYTES = 1 << 26
+
+
+@dataclass(frozen=True)
+class Outer:
+    """Factors of a matrix's gradient: varying [n, T, p], shared [n, T, q].
+
+    `transposed`: the parameter's first axis is q rather than p.
+    """
+
+    varying: Tensor
+    shared: Tensor
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class Indexed:
+    """Factors of a table's gradient: rows [n, T] of the table, gradients [n, T, q] of each."""
+
+    rows: Tensor
+    gradients: Tensor
+
+
+@dataclass(frozen=True)
+class Direct:
+    """The gradients themselves, [n, size]."""
+
+    gradients: Tensor
+
+
+Factor = Outer | Indexed | Direct
+
+
+def gram(factors: list[Factor], copies: int = 1) -> Tensor:
+    """Float64 Gram [n, n] of the gradient that all calls of one parameter make together."""
+    outer = [f for f in factors if isinstance(f, Outer)]
+    indexed = [f for f in factors if isinstance(f, Indexed)]
+    direct = [f for f in factors if isinstance(f, Direct)]
+    if direct and not outer and not indexed:
+        return direct_gram(sum_of(direct))
+    if direct or (outer and len({f.transposed for f in outer}) > 1):
+        raise ValueError("calls of one parameter in ways that don't add up")
+    parts = []
+    if outer:
+        joined = _joined_outer(outer)
+        parts.append(outer_gram(joined.varying, joined.shared, copies))
+    if indexed:
+        table = _joined_indexed(indexed)
+        parts.append(_indexed_gram(table))
+        if outer:
+            cross = _cross_gram(table, joined)
+            parts += [cross, cross.mT]
+    return torch.stack(parts).sum(0)
+
+
+def sum_of(direct: list[Direct]) -> Tensor:
+    """[n, size]: the sum over calls."""
+    return torch.stack([f.gradients for f in direct]).sum(0)
+
+
+def direct_gram(gradients: Tensor) -> Tensor:
+    """Float64 [n, n] of gradients [n, size], a slice of the size at a time."""
+    total = torch.zeros(len(gradients), len(gradients), dtype=torch.float64)
+    total = total.to(gradients.device)
+    size = max(1, WORK_BYTES // (8 * len(gradients)))
+    for part in torch.split(gradients, size, dim=1):
+        wide = part.double()
+        total += wide @ wide.mT
+    return total
+
+
+def outer_gram(varying: Tensor, shared: Tensor, copies: int = 1) -> Tensor:
+    """Float64 Gram [n, n] of sum_t V[i, t] S[i, t]^T by the cheapest of three exact ways."""
+    n, t, p = varying.shape
+    q = shared.shape[-1]
+    b = n // copies
+    explicit = 2 * n * t * p * q + n * n * p * q
+    pairs = (b * t) ** 2 * (q + copies * p) + n * n * t * p
+    if explicit <= pairs:
+        return _explicit(varying, shared)
+    return _by_pairs(varying, shared) if copies == 1 else _by_copies(varying, shared, copies)
+
+
+def _explicit(varying: Tensor, shared: Tensor) -> Tensor:
+    """The per-input gradients, some rows of the parameter at a time."""
+    n, _, p = varying.shape
+    total = varying.new_zeros(n, n, dtype=torch.float64)
+    size = max(1, WORK_BYTES // (n * shared.shape[-1] * varying.element_size()))
+    for start in range(0, p, size):
+        rows = (varying[:, :, start : start + size].mT @ shared).flatten(1)
+        total += rows @ rows.mT
+    return total
+
+
+def _by_pairs(varying: Tensor, shared: Tensor) -> Tensor:
+    """Products of places, (v . v') (s . s'), summed over pairs of places of a pair of inputs."""
+    n, t, _ = varying.shape
+    all_v, all_s = varying.flatten(0, 1), shared.flatten(0, 1)
+    total = varying.new_zeros(n, n, dtype=torch.float64)
+    size = max(1, WORK_BYTES // (n * t * t * varying.element_size()))
+    for start in range(0, n, size):
+        part = slice(start, start + size)
+        products = varying[part].flatten(0, 1) @ all_v.mT
+        products *= shared[part].flatten(0, 1) @ all_s.mT
+        total[part] = products.reshape(-1, t, n, t).sum(3).sum(1)
+    return total
+
+
+def _by_copies(varying: Tensor, shared: Tensor, copies: int) -> Tensor:
+    """As by pairs, with the products of the shared factor taken once for all copies."""
+    n, t, p = varying.shape
+    b = n // copies
+    single = shared[::copies]
+    by_input = varying.reshape(b, copies, t, p)
+    beside = by_input.transpose(1, 2).reshape(b, t, copies * p)
+    total = varying.new_zeros(b, copies, n, dtype=torch.float64)
+    for i in range(b):
+        products = (single[i] @ single.flatten(0, 1).mT).reshape(t, b, t).transpose(0, 1)
+        weighted = (products @ beside).reshape(b, t, copies, p).transpose(1, 2)
+        total[i] = by_input[i].reshape(copies, t * p) @ weighted.reshape(n, t * p).mT
+    return total.reshape(n, n)
+
+
+def _joined_outer(outer: list[Outer]) -> Outer:
+    """Calls add up like further places."""
+    if len(outer) == 1:
+        return outer[0]
+    return Outer(
+        torch.cat([f.varying for f in outer], 1),
+        torch.cat([f.shared for f in outer], 1),
+        outer[0].transposed,
+    )
+
+
+def _joined_indexed(indexed: list[Indexed]) -> Indexed:
+    if len(indexed) == 1:
+        return indexed[0]
+    return Indexed(
+        torch.cat([f.rows for f in indexed], 1), torch.cat([f.gradients for f in indexed], 1)
+    )
+
+
+def _indexed_gram(table: Indexed) -> Tensor:
+    n, t = table.rows.shape
+    rows, gradients = table.rows.flatten(), table.gradients.flatten(0, 1)
+    total = gradients.new_zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        products = table.gradients[i] @ gradients.mT
+        products = products * (table.rows[i][:, None] == rows[None])
+        total[i] = products.reshape(t, n, t).double().sum((0, 2))
+    return total
+
+
+def _cross_gram(table: Indexed, outer: Outer) -> Tensor:
+    """<table's gradient of i, matrix's gradient of j>: the matrix [rows of the table, q]."""
+    by_row, by_column = outer.varying, outer.shared
+    if outer.transposed:
+        by_row, by_column = by_column, by_row
+    n, t = table.rows.shape
+    flat = by_row.flatten(0, 1)
+    total = by_row.new_zeros(n, n, dtype=torch.float64)
+    for i in range(n):
+        products = table.gradients[i] @ by_column.flatten(0, 1).mT
+        products = products * flat[:, table.rows[i]].mT
+        total[i] = products.reshape(t, n, -1).double().sum((0, 2))
+    return total
