@@ -11,7 +11,7 @@ from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .analyze import Analysis, analyze
+    from .analysis import Analysis, analyze
     from .check import check
     from .checkpoints import discover
     from .config import Settings, read_settings
@@ -35,8 +35,8 @@ __all__ = [
 
 # Imported on first use: `plastiscope --help` must not wait for torch.
 _HOMES = {
-    "Analysis": ("analyze", "Analysis"),
-    "analyze": ("analyze", "analyze"),
+    "Analysis": ("analysis", "Analysis"),
+    "analyze": ("analysis", "analyze"),
     "check": ("check", "check"),
     "discover": ("checkpoints", "discover"),
     "Settings": ("config", "Settings"),

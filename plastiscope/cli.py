@@ -182,7 +182,7 @@ def analyze(
     from .terminal import Terminal
 
     with Terminal(quiet) as terminal:
-        from .analyze import analyze as measure
+        from .analysis import analyze as measure
 
         analysis = measure(runs, settings, terminal)
     if settings.figures:

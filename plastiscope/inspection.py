@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .analyze import find_runs
+from .analysis import find_runs
 from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .errors import UnreadableError

@@ -20,7 +20,7 @@ from rich.table import Table
 from .diagnosis import Diagnosis, Finding, Movement, diagnose
 
 if TYPE_CHECKING:
-    from .analyze import Analysis
+    from .analysis import Analysis
 
 
 class Terminal:

@@ -45,7 +45,7 @@ def test_direction(file: Path) -> None:
     if home != "cli.py":
         assert not uses(file, "plastiscope.cli", "typer")
     if home in TABLE_SIDE:
-        measuring = ("analyze", "replay", "weigh", "network", "anatomy", "models", "checkpoints")
+        measuring = ("analysis", "replay", "weigh", "network", "anatomy", "models", "checkpoints")
         assert not uses(file, "torch", *(f"plastiscope.{m}" for m in measuring))
     if home in ("metrics", "observations.py", "observations", "anatomy", "checkpoints", "models"):
         assert not uses(file, "pandas", "matplotlib", "plastiscope.figures", "rich")
