@@ -62,6 +62,7 @@ class Stream:
     learning_rate: float
     checkpoints: tuple[int, ...]
     unseen: Callable[[int], Task] | None = None
+    unseen_steps: int = 0  # to learn a task never seen; 0: as many as in the stream
     score: Literal["accuracy", "loss"] = "accuracy"
 
     def adam(self, model: nn.Module) -> torch.optim.Adam:
@@ -134,13 +135,14 @@ def learn_unseen(stream: Stream, start: State | None, seeds: int) -> Tensor:
         if start is not None:
             model.load_state_dict(start)
         task = (stream.unseen or stream.task)(seed)
-        scores.append(stream.learn(model, stream.adam(model), task, stream.steps, seed))
+        steps = stream.unseen_steps or stream.steps
+        scores.append(stream.learn(model, stream.adam(model), task, steps, seed))
     return torch.tensor(scores)
 
 
 def show_loss(stream: Stream, folder: Path, saved: dict[int, State], seeds: int) -> None:
     """Print and write how well a never-seen task is learned from checkpoints and afresh."""
-    print(f"{stream.score} on a task never seen, after {stream.steps} steps, over {seeds} seeds")
+    print(f"{stream.score} on a task never seen, mean +- sd over {seeds} seeds")
     rows = []
     for name, start in (("fresh", None), *saved.items()):
         scores = learn_unseen(stream, start, seeds)

@@ -72,6 +72,7 @@ if __name__ == "__main__":
             stationary=true_labels,
             save=save,
             tasks=40,
+            unseen_steps=2 * STEPS,
             steps=STEPS,
             batch=BATCH,
             learning_rate=3e-3,
