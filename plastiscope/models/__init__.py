@@ -28,11 +28,23 @@ def build(state: State, spec: str | None = None, assume: Mapping[str, str] | Non
     the path of a torch.export program (.pt2). Without it, from the checkpoint itself: a
     transformers config, a timm or torchvision name, nanoGPT's or llama2.c's layout, a policy of
     Stable-Baselines3 or rsl_rl, else a plain MLP or CNN from names and shapes. `assume` overrides
-    what is guessed (activation, stride, padding, pool, input, heads). Raises ModelError, which
-    says why it can't and which option supplies the network.
+    what is guessed (activation, stride, padding, pool, input, heads); its "probe", the shape of
+    the probe's inputs, stands for input unless no network fits it. Raises ModelError, which says
+    why it can't and which option supplies the network.
     """
     words = dict(assume or {})
-    return _from_spec(state, spec, words) if spec else _from_content(state, words)
+    shape = words.pop("probe", None)
+    if shape and "input" not in words:
+        try:
+            return _build(state, spec, {**words, "input": shape})
+        except ModelError:
+            # A probe that doesn't fit is an error of the probe's, which names both shapes.
+            pass
+    return _build(state, spec, words)
+
+
+def _build(state: State, spec: str | None, assume: Mapping[str, str]) -> Live:
+    return _from_spec(state, spec, assume) if spec else _from_content(state, assume)
 
 
 def _from_spec(state: State, spec: str, assume: Mapping[str, str]) -> Live:

@@ -173,7 +173,7 @@ def make(
 
 def hint(run_path: str | Path, spec: str | None) -> dict[str, str]:
     """What the probe's shape says of the model's input, as an assumption for `models.build`:
-    {"input": "1x8x8"}, or nothing."""
+    {"probe": "1x8x8"}, or nothing."""
     path = Path(spec) if spec else None
     files = [path] if path and path.is_file() and path.suffix in ARRAYS else []
     if spec is None:
@@ -181,4 +181,4 @@ def hint(run_path: str | Path, spec: str | None) -> dict[str, str]:
     if not files:
         return {}
     shape = tuple(as_batch(read_arrays(files[0]), files[0].name)["inputs"].shape[1:])
-    return {"input": "x".join(map(str, shape))} if len(shape) in (2, 3) else {}
+    return {"probe": "x".join(map(str, shape))} if len(shape) in (2, 3) else {}

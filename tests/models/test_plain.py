@@ -159,6 +159,18 @@ def test_cnn_sizes_that_agree_with_the_flattened_layer(state_of, assume, extras)
         assert part in said
 
 
+def test_the_probe_s_shape_is_a_hint_that_may_be_wrong(state_of):
+    layers = (nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(4 * 13 * 17, 3))
+    state = state_of(Held(*layers).state_dict())
+    with pytest.raises(ModelError, match="no usual"):
+        build(state)
+    assert build(state, None, {"probe": "1x13x17"}).inputs.shape == (1, 13, 17)
+    usual = state_of(Held(*CNN).state_dict(), hparams={"input_shape": [1, 8, 8]})
+    for wrong in ("3x8x8", "1x51x50"):
+        assert build(usual, None, {"probe": wrong}).inputs.shape == (1, 8, 8)
+    assert build(usual, None, {"probe": "1x9x9", "input": "1x8x8"}).inputs.shape == (1, 8, 8)
+
+
 class Functional(nn.Module):
     """As in torch's own tutorials: names without gaps, pooling and flattening in forward."""
 

@@ -220,7 +220,7 @@ def test_a_synthetic_probe_is_seeded_and_says_so(tmp_path, inputs):
 
 @pytest.mark.parametrize(
     ("shape", "expected"),
-    [((3, 1, 8, 8), {"input": "1x8x8"}), ((3, 8, 8), {"input": "8x8"}), ((3, 64), {})],
+    [((3, 1, 8, 8), {"probe": "1x8x8"}), ((3, 8, 8), {"probe": "8x8"}), ((3, 64), {})],
 )
 def test_the_probe_s_shape_is_a_hint_for_the_model(tmp_path, shape, expected):
     path = save(tmp_path / "probe.npz", inputs=torch.zeros(shape))
