@@ -202,7 +202,9 @@ def read_arrow(outs: Path | Iterable[Path], columns: Sequence[str] | None = None
 
 def _read_table(file: Path, columns: Sequence[str] | None) -> pa.Table:
     try:
-        table = pq.read_table(file, columns=list(columns) if columns else None)
+        # Not pq.read_table: it takes a folder called "lr=0.1" for a column, and imports pandas.
+        with pq.ParquetFile(file) as opened:
+            table = opened.read(columns=list(columns) if columns else None)
         schema = SCHEMA if columns is None else pa.schema([SCHEMA.field(c) for c in columns])
         plain = pa.schema([pa.field(f.name, _plain(f.type)) for f in schema])
         return table.replace_schema_metadata(None).cast(plain)

@@ -100,12 +100,18 @@ def _write(file: Path, text: str) -> None:
 
 
 def tell(text: str) -> None:
-    """Print; a reader that has gone away changes nothing about the exit status."""
+    """Print; a reader that has gone away changes nothing about the exit status.
+
+    Raises UsageError when standard output can't be written for another reason (a full disk).
+    """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
+        # Nothing more may be flushed into it at exit, which would change the status.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            raise UsageError(f"can't write to standard output: {error.strerror}") from error
 
 
 def run_init(out: Path, baseline: Path | None = None, rules: Path | None = None) -> int:

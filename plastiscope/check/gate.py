@@ -9,8 +9,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from ..errors import NotEnoughEvidenceError, UsageError, unknown
 from .baseline import read_baseline
 from .configuration import read_rules
@@ -19,7 +17,7 @@ from .findings import GAPS, Finding, Result, worst_first
 from .judgement import is_compared, judge, share_out
 from .pairs import Pair, chosen_steps, pair_with_baseline, pair_within, select
 from .rules import Rule
-from .values import Runs, Value, load, read_runs
+from .values import Runs, Value, distinct, load, read_runs
 
 EVIDENCE = frozenset({"feature", "unit", "attention"})
 
@@ -54,7 +52,7 @@ def check(
     found = _Found(chosen, allow_missing, default)
     for rule in chosen:
         found.judge(rule, [p for p in pairs if p.rule is rule], bool(old))
-    metrics = pc.unique(rows["metric"]).to_pylist()
+    metrics = distinct(rows, "metric")
     extra = [*said, *_lost_runs(new, old), *found.missing(metrics, bool(said))]
     where = str(table) if isinstance(table, (str, Path)) else getattr(table, "out", None)
     return Result(
@@ -86,7 +84,7 @@ def _chosen(rules: Iterable[Rule] | str | Path | None, baseline: bool) -> list[R
 
 def _only(runs: Runs, names: Sequence[str], rows: Any) -> Runs:
     """The chosen runs; one without any row that a rule wants is there, with no values."""
-    every = sorted(pc.unique(rows["run"]).to_pylist())
+    every = distinct(rows, "run")
     for name in names:
         if name not in every:
             raise unknown("run", name, every)

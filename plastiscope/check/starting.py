@@ -9,8 +9,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import pyarrow.compute as pc
-
 from .. import store
 from ..config import parse_toml
 from ..errors import UsageError
@@ -18,7 +16,7 @@ from .defaults import BASELINE_RULES, RUN_RULES
 from .judgement import tolerate, worsening
 from .pairs import Pair, pair_with_baseline, pair_within, select
 from .rules import Rule
-from .values import Runs, load, read_runs
+from .values import Runs, distinct, load, read_runs
 
 FILE = Path("plastiscope.toml")
 
@@ -64,7 +62,7 @@ def _lines(out: Path, baseline: Path | None) -> Iterator[str]:
         yield from _comment(_here(rule, runs))
         yield from _table(rule)
         yield ""
-    others = sorted(set(pc.unique(rows["metric"]).to_pylist()) - {r.metric for r in rules})
+    others = sorted(set(distinct(rows, "metric")) - {r.metric for r in rules})
     if others:
         yield from _comment(f"Measured too, without a rule: {', '.join(others)}.")
 

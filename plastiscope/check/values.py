@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from .. import store
 from ..errors import NotEnoughEvidenceError, UsageError
@@ -95,7 +95,8 @@ def read_runs(source: Any, metrics: Iterable[str] | None = None) -> dict[str, li
     """
     table = _table(source)
     if metrics is not None:
-        table = table.filter(pc.is_in(table["metric"], pa.array(sorted(metrics), pa.string())))
+        wanted = frozenset(metrics)
+        table = table.filter(_mask([name in wanted for name in table["metric"].to_pylist()]))
     _refuse_collisions(table)
     runs: dict[str, list[Value]] = {}
     seen: set[tuple[str, int, Series, str | None]] = set()
@@ -139,16 +140,27 @@ def _from_frame(frame: Any) -> pa.Table:
     return pa.Table.from_arrays(arrays, names=COLUMNS)
 
 
+def _mask(keep: list[bool]) -> pa.Array:
+    """An Arrow array made of its buffer: to convert a list imports pandas, half a second."""
+    bits = np.packbits(np.asarray(keep, dtype=bool), bitorder="little")
+    return pa.Array.from_buffers(pa.bool_(), len(keep), [None, pa.py_buffer(bits.tobytes())])
+
+
+def distinct(table: pa.Table, column: str) -> list[str]:
+    """The different names in a column, sorted."""
+    return sorted(set(table[column].to_pylist()) - {None})
+
+
 def _refuse_collisions(table: pa.Table) -> None:
-    names = ["run", "step", "checkpoint", "checkpoint_fingerprint"]
+    columns = ("run", "step", "checkpoint", "checkpoint_fingerprint")
     at: dict[tuple[str, int], tuple[str, str]] = {}
-    for row in table.select(names).group_by(names).aggregate([]).to_pylist():
-        here = (row["checkpoint"], row["checkpoint_fingerprint"])
-        other = at.setdefault((row["run"], row["step"]), here)
-        if other[1] != here[1]:
+    rows = zip(*(table[name].to_pylist() for name in columns), strict=True)
+    for run, step, checkpoint, fingerprint in sorted(set(rows)):
+        other, same = at.setdefault((run, step), (checkpoint, fingerprint))
+        if same != fingerprint:
             raise NotEnoughEvidenceError(
-                f"run {row['run']!r} has two checkpoints at step {row['step']}, {other[0]} and "
-                f"{here[0]}: analyze it with --exclude for one of them"
+                f"run {run!r} has two checkpoints at step {step}, {other} and {checkpoint}: "
+                "analyze it with --exclude for one of them"
             )
 
 

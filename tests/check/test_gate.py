@@ -397,6 +397,12 @@ def test_a_run_alone_is_compared_under_another_name(make: Maker) -> None:
     assert check(new, old, [FALLS]).compared == 1
 
 
+def test_a_run_may_be_called_like_a_partition(make: Maker) -> None:
+    out = make("out", {0: [RANK], 1: [value(2.0)]}, run="lr=0.1")
+    (finding,) = check(out, rules=[IN_RUN]).findings
+    assert finding.run == "lr=0.1"
+
+
 def test_two_checkpoints_at_one_step_are_refused(make: Maker, tmp_path: Path) -> None:
     from plastiscope import store
 
