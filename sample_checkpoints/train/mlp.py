@@ -65,6 +65,6 @@ if __name__ == "__main__":
             steps=100,
             batch=32,
             learning_rate=3e-3,
-            checkpoints=(0, 1, 2, 5, 10, 20, 50, 100, 150, 200, 250, 300),
+            checkpoints=(0, 1, 5, 20, 50, 100, 150, 200, 250, 300),
         )
     )
