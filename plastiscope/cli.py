@@ -214,7 +214,10 @@ def inspect(
     base: Annotated[str | None, typer.Option(help="The base of an adapter.")] = None,
     family: Annotated[list[str] | None, typer.Option(help="A table of tensor names.")] = None,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Rebuild attention from the mapped parts and compare.")
+        bool,
+        typer.Option(
+            "--verify", help="Print how exactly attention was rebuilt from the mapped parts."
+        ),
     ] = False,
     format: Annotated[str, typer.Option(help="text or json.")] = "text",
 ) -> None:
@@ -229,13 +232,13 @@ def inspect(
     )  # fmt: skip
     from .inspection import inspect as describe
 
-    found = describe(runs, settings, verify)
+    found = describe(runs, settings)
     if format == "json":
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
         from .terminal import print_inspection
 
-        print_inspection(found)
+        print_inspection(found, verify)
     if any(s["unreadable"] for run in found["runs"] for s in run["skipped"]):
         raise typer.Exit(UNREADABLE)
 
@@ -260,7 +263,7 @@ def figures(
     for name, frame in table.groupby("run", observed=True, sort=False):
         folder = (to or outs[0] / "figures") / str(name)
         drawn = drawing.draw(
-            frame, folder, names=_tuple(figure), formats=_names(format), style=style,
+            frame, folder, names=_tuple(figure), formats=_names(format) or (), style=style,
             metric=metric, block=block,
         )  # fmt: skip
         for each in drawn:
@@ -313,6 +316,48 @@ def check(
             allow_missing_baseline,
         )  # fmt: skip
     raise typer.Exit(status)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder that training fills.")],
+    out: Out = None,
+    baseline: Annotated[
+        Path | None, typer.Option(help="The OUT or baseline file of a run that is known good.")
+    ] = None,
+    rules: Annotated[Path | None, typer.Option(help="A rules file, as for check.")] = None,
+    interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 10.0,
+    on_fail: Annotated[
+        str | None,
+        typer.Option(help="Shell command to call when a rule fails. [default: exit]"),
+    ] = None,
+    once: Annotated[
+        bool, typer.Option("--once", help="Measure what is whole now, then exit.")
+    ] = False,
+    most: Annotated[
+        int | None, typer.Option("--max", help="Exit after so many checkpoints.")
+    ] = None,
+    probe: Annotated[str | None, typer.Option(help="As for analyze.")] = None,
+    model: Annotated[str | None, typer.Option(help="As for analyze.")] = None,
+    device: Annotated[str | None, typer.Option(help="As for analyze.")] = None,
+) -> None:
+    """Follow a live run: measure each checkpoint once it is written, exit when a rule fails."""
+    from .check.configuration import read_check_settings
+    from .config import read_settings
+
+    settings = read_settings(out=out, probe=probe, model=model, device=device)
+    gate = read_check_settings(rules)
+    baseline = baseline or gate.baseline
+    from .watch import Watch, follow
+
+    chosen = gate.chosen(baseline is not None)
+    raise typer.Exit(
+        follow(Watch(run, settings, baseline, chosen, interval, on_fail, once, most, _say))
+    )
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
 
 
 @app.command()
