@@ -29,17 +29,16 @@ def build(state: State, spec: str | None = None, assume: Mapping[str, str] | Non
     transformers config, a timm or torchvision name, nanoGPT's or llama2.c's layout, a policy of
     Stable-Baselines3 or rsl_rl, else a plain MLP or CNN from names and shapes. `assume` overrides
     what is guessed (activation, stride, padding, pool, input, heads); its "probe", the shape of
-    the probe's inputs, stands for input unless no network fits it. Raises ModelError, which says
-    why it can't and which option supplies the network.
+    the probe's inputs, counts where nothing else tells, and only if a network fits it. Raises
+    ModelError, which says why it can't and which option supplies the network.
     """
     words = dict(assume or {})
-    shape = words.pop("probe", None)
-    if shape and "input" not in words:
-        try:
-            return _build(state, spec, {**words, "input": shape})
-        except ModelError:
-            # A probe that doesn't fit is an error of the probe's, which names both shapes.
-            pass
+    try:
+        return _build(state, spec, words)
+    except ModelError:
+        if words.pop("probe", None) is None:
+            raise
+    # A probe that doesn't fit is an error of the probe's, which names both shapes.
     return _build(state, spec, words)
 
 

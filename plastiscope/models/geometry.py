@@ -222,13 +222,7 @@ def _pool_kind(given: str | None, extras: Mapping[str, Any]) -> tuple[str, int]:
 def _sizes(
     channels: int, extras: Mapping[str, Any], assume: Mapping[str, str]
 ) -> tuple[int, tuple[tuple[int, int], ...]]:
-    given = assume.get("input")
-    shape = hints.size(given) if given else None
-    if given and (shape is None or len(shape) not in (1, 2, 3)):
-        raise ModelError(f"input={given!r} in assume isn't a shape such as 3x32x32")
-    for key in INPUT_KEYS:
-        if shape is None:
-            shape = hints.size(hints.find(extras, key))
+    shape = hints.input_shape(extras, assume, INPUT_KEYS)
     if shape is None:
         return channels, tuple((side, side) for side in USUAL + UNUSUAL)
     if len(shape) == 3 and shape[0] != channels and shape[2] == channels:

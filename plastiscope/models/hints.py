@@ -114,3 +114,29 @@ def size(value: Any) -> tuple[int, ...] | None:
     if isinstance(value, (list, tuple)) and value and all(type(v) is int for v in value):
         return tuple(value)
     return None
+
+
+def sides(shape: Any) -> tuple[int, int]:
+    """Height and width of an image given as 224, (224,), (h, w) or (channels, h, w)."""
+    values = (shape,) if isinstance(shape, int) else tuple(shape)
+    return (int(values[-2]), int(values[-1])) if len(values) > 1 else (int(values[0]),) * 2
+
+
+def input_shape(
+    extras: Mapping[str, Any], assume: Mapping[str, str], names: tuple[str, ...]
+) -> tuple[int, ...] | None:
+    """The shape of one input: the user's word, else the first of the settings, else the probe's.
+
+    Raises ModelError when the user's word isn't a shape.
+    """
+    given = assume.get("input")
+    if given is not None:
+        said = size(given)
+        if said is None or len(said) > 3:
+            raise ModelError(f"input={given!r} in assume isn't a shape such as 3x32x32")
+        return said
+    for name in names:
+        said = size(find(extras, name))
+        if said is not None:
+            return said
+    return size(assume.get("probe"))

@@ -34,14 +34,14 @@ def infer(module: nn.Module, state: State, assume: Mapping[str, str]) -> Inputs:
     An embedding takes token ids, a convolution images, a linear layer vectors. `assume` may say
     input, kind and vocabulary. Raises ModelError when the size can't be told.
     """
-    given = hints.size(assume["input"]) if "input" in assume else None
+    given = hints.input_shape(state.extras, assume, IMAGE_KEYS)
     first = _first(module)
-    kind = assume.get("kind") or _kind(first, given)
+    kind = assume.get("kind") or _kind(first, given, "input" in assume)
     if kind == "tokens":
-        return _tokens(module, first, state, assume, given)
+        return _tokens(module, first, state, assume)
     if kind == "image":
-        return _image(module, first, state, given)
-    width = given[0] if given and len(given) == 1 else getattr(first, "in_features", None)
+        return _image(module, first, given)
+    width = getattr(first, "in_features", None) or (given[0] if given else None)
     if not width:
         raise _unknown("how many features it takes", "input=64")
     return Inputs("vector", (int(width),))
@@ -52,11 +52,13 @@ def _first(module: nn.Module) -> nn.Module | None:
     return next((part for part in module.modules() if isinstance(part, kinds)), None)
 
 
-def _kind(first: nn.Module | None, given: tuple[int, ...] | None) -> str:
-    if given is not None and len(given) in (2, 3):
-        return "image"
+def _kind(first: nn.Module | None, given: tuple[int, ...] | None, said: bool) -> str:
     if isinstance(first, nn.Embedding):
         return "tokens"
+    if isinstance(first, nn.Linear) and not said and math.prod(given or ()) == first.in_features:
+        return "vector"
+    if given is not None and len(given) in (2, 3):
+        return "image"
     if isinstance(first, nn.Conv2d):
         return "image"
     if isinstance(first, (nn.Linear, type(None))):
@@ -73,11 +75,10 @@ def _tokens(
     first: nn.Module | None,
     state: State,
     assume: Mapping[str, str],
-    given: tuple[int, ...] | None,
 ) -> Inputs:
-    said = assume.get("vocabulary") or hints.find(state.extras, "vocab_size", "vocabulary_size")
+    words = assume.get("vocabulary") or hints.find(state.extras, "vocab_size", "vocabulary_size")
     rows = getattr(first, "num_embeddings", None)
-    vocabulary = int(rows or said or 0)
+    vocabulary = int(rows or words or 0)
     if not vocabulary:
         raise _unknown("how many token ids it knows", "vocabulary=256")
     tables = [
@@ -88,24 +89,19 @@ def _tokens(
     length = hints.find(state.extras, *LENGTH_KEYS)
     known = [*tables, *([length] if type(length) is int else [])]
     longest = min(known) if known else None
-    shape = given or (min(SYNTHETIC_LENGTH, longest or SYNTHETIC_LENGTH),)
+    said = hints.size(assume.get("input"))
+    shape = said or (min(SYNTHETIC_LENGTH, longest or SYNTHETIC_LENGTH),)
     return Inputs("tokens", shape, vocabulary, longest=longest)
 
 
-def _image(
-    module: nn.Module, first: nn.Module | None, state: State, given: tuple[int, ...] | None
-) -> Inputs:
+def _image(module: nn.Module, first: nn.Module | None, shape: tuple[int, ...] | None) -> Inputs:
     conv = first if isinstance(first, nn.Conv2d) else None
-    shape = given
-    for key in IMAGE_KEYS:
-        shape = shape or hints.size(hints.find(state.extras, key))
     if shape is None and conv is not None:
         shape = _from_positions(module, conv)
     if shape is None:
         raise _unknown("the size of its images", "input=3x32x32")
     channels = conv.in_channels if conv is not None else (shape[0] if len(shape) == 3 else 3)
-    high, wide = shape[-2:] if len(shape) > 1 else (shape[0], shape[0])
-    return Inputs("image", (channels, high, wide))
+    return Inputs("image", (channels, *hints.sides(shape)))
 
 
 def _from_positions(module: nn.Module, conv: nn.Conv2d) -> tuple[int, int] | None:

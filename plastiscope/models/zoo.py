@@ -19,8 +19,9 @@ from plastiscope.models.sizes import square
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 NAME_KEYS = ("architecture", "arch", "model_name", "model", "backbone", "network")
+SIZE_KEYS = ("img_size", "image_size", "input_size", "resolution")
 # Words of `assume` that aren't arguments of a model.
-OWN = ("input", "activation", "stride", "padding", "pool", "heads", "kind", "vocabulary")
+OWN = ("input", "probe", "activation", "stride", "padding", "pool", "heads", "kind", "vocabulary")
 
 
 def name_in(state: State) -> str | None:
@@ -129,14 +130,15 @@ def _timm(
     if wanted != arguments:
         model = _create(timm.create_model, name, {"pretrained": False, **wanted})
     settings = model.pretrained_cfg
-    size = wanted.get("img_size") or hints.size(assume.get("input")) or settings["input_size"]
-    high, wide = (size, size) if isinstance(size, int) else tuple(size)[-2:]
+    said = hints.input_shape(state.extras, assume, SIZE_KEYS)
+    size = wanted.get("img_size") or said or settings["input_size"]
+    high, wide = hints.sides(size)
     channels = wanted.get("in_chans") or settings["input_size"][0]
     mean, std = (tuple(settings[key]) for key in ("mean", "std"))
     table = any("pos_embed" in key or "relative" in key for key, _ in model.named_parameters())
     inputs = Inputs(
         kind="image",
-        shape=(int(channels), int(high), int(wide)),
+        shape=(int(channels), high, wide),
         mean=mean if len(mean) == channels else None,
         std=std if len(std) == channels else None,
         resizable=not (table or settings.get("fixed_input_size")),
@@ -174,10 +176,7 @@ def _timm_size(model: Any, state: State, assume: Mapping[str, str]) -> tuple[int
     if getattr(embed, "img_size", None) is None:
         return None
     usual: tuple[int, int] = tuple(embed.img_size)
-    given = hints.size(assume.get("input"))
-    if given is None:
-        stored = hints.find(state.extras, "img_size", "image_size")
-        given = hints.size(stored)
+    given = hints.input_shape(state.extras, assume, SIZE_KEYS)
     table = stored_shape(state, "pos_embed")
     own = getattr(model, "pos_embed", None)
     if table and isinstance(own, torch.Tensor) and len(table) == 3:
@@ -187,7 +186,7 @@ def _timm_size(model: Any, state: State, assume: Mapping[str, str]) -> tuple[int
         return size if size != usual else None
     if given is None:
         return None
-    size = (given[-2], given[-1]) if len(given) > 1 else (given[0], given[0])
+    size = hints.sides(given)
     return size if size != usual else None
 
 
@@ -199,7 +198,9 @@ def _torchvision(
     if name in ("googlenet", "inception_v3"):
         helpers = any(part in key for key in state.tensors for part in ("aux1.", "AuxLogits."))
         arguments.update(aux_logits=helpers, init_weights=False)
-    size = hints.size(assume.get("input")) or (299 if name == "inception_v3" else 224,)
+    size = hints.input_shape(state.extras, assume, SIZE_KEYS) or (
+        299 if name == "inception_v3" else 224,
+    )
     table = stored_shape(state, "encoder.pos_embedding")
     patch = stored_shape(state, "conv_proj.weight")
     if table and patch:
@@ -208,9 +209,9 @@ def _torchvision(
     model = _create(make, name, arguments)
     classes = _refit(model, state, name)
     channels = next(part for part in model.modules() if isinstance(part, nn.Conv2d)).in_channels
-    high, wide = size[-2:] if len(size) > 1 else (size[0], size[0])
+    high, wide = hints.sides(size)
     mean, std = IMAGENET if channels == 3 else (None, None)
-    shape = (channels, int(high), int(wide))
+    shape = (channels, high, wide)
     return model, Inputs(
         "image", shape, mean=mean, std=std, resizable=table is None, classes=classes
     )

@@ -95,6 +95,22 @@ def test_torchvision_swin(state_of):
     assert_same(model, "torchvision:swin_t", torch.randn(1, 3, 64, 64), state_of)
 
 
+@pytest.mark.parametrize(
+    ("extras", "assume", "shape"),
+    [
+        ({"args": {"img_size": 64}}, {}, (3, 64, 64)),
+        ({"args": {"img_size": 64}}, {"probe": "3x32x32"}, (3, 64, 64)),
+        ({}, {"probe": "3x32x48"}, (3, 32, 48)),
+        ({"args": {"img_size": 64}}, {"input": "96"}, (3, 96, 96)),
+    ],
+)
+def test_whose_word_counts_for_the_size_of_images(state_of, extras, assume, shape):
+    timm_state = state_of(timm.create_model("convnext_atto").state_dict(), **extras)
+    assert build(timm_state, "timm:convnext_atto", assume).inputs.shape == shape
+    tv_state = state_of(torchvision.models.resnet18().state_dict(), **extras)
+    assert build(tv_state, "torchvision:resnet18", assume).inputs.shape == shape
+
+
 def test_the_wrong_name_is_refused(state_of):
     state = state_of(torchvision.models.resnet18().state_dict())
     live = build(state, "torchvision:resnet34")
