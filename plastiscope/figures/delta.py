@@ -85,14 +85,17 @@ def draw_block_difference(
 def start_difference(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """`value` = the metric at a checkpoint minus the metric at its run's first checkpoint.
 
-    Null where either is null. Rows of every block and component, those outside blocks included.
+    Null where either is null, and where the component's shape changed in between. Rows of every
+    block and component, those outside blocks included.
     """
     metric = choice.metric or "effective_rank"
     data = component_values(table, choice, metric)
     keys = ["run", "block", "component", "index"]
     first = data[data["point"] == 0].rename(columns={"value": "first_value"})
-    data = data.merge(first[[*keys, "first_value"]], on=keys, how="left")
-    data["value"] = data["value"] - data["first_value"]
+    first = first.rename(columns={"segment": "first_segment"})
+    data = data.merge(first[[*keys, "first_value", "first_segment"]], on=keys, how="left")
+    same = data["segment"] == data["first_segment"]
+    data["value"] = (data["value"] - data["first_value"]).where(same)
     subject = data["subject"].iloc[0]
     data = grouped(demand_values(data, metric), choice).assign(metric=metric, subject=subject)
     return data.assign(row=_row_keys(data))

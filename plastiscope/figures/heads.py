@@ -36,6 +36,8 @@ def head_data(
     """The metric of every head of one block (the last, unless one was chosen)."""
     data = pick(table, choice, metric, subjects, parameters="tau=0.025")
     data = data[data["head"].notna()]
+    projected = data["component"].isin(["q", "k", "v"])
+    data = data if choice.components or not projected.any() else data[projected]
     if data.empty:
         raise NotEnoughEvidenceError(f"the tables hold no {metric} by head")
     block = choice.blocks[0] if choice.blocks else blocks_of(data)[-1]

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from ..errors import NotEnoughEvidenceError
+from ..errors import NotEnoughEvidenceError, UsageError
 from .delta import depth_order
 from .kind import Kind
 from .panels import (
@@ -33,7 +33,7 @@ from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick,
 from .style import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Look, mark
 from .ticks import count_text, label_columns, plain, words
 
-PLACE = ["run", "checkpoint", "point", "x", "block", "component"]
+RANKS = ("effective_rank_squared", "effective_rank")
 QUANTITIES = {
     "condition_number": "condition number",
     "effective_rank_squared": "effective rank (squared)",
@@ -46,43 +46,34 @@ COLOURS = dict(zip(QUANTITIES, (BLUE, GREEN, GREEN, RED, PURPLE, ORANGE), strict
 
 
 def spectra(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """One row a weight matrix and checkpoint: condition number, rank, max, min and mean sigma^2.
-
-    sigma^2 comes from the norms that the tables hold: max = spectral_norm^2, min = (spectral_norm /
-    condition_number)^2, mean = frobenius_norm^2 / min(rows, columns).
-    """
-    condition = _weights(table, choice, "condition_number")
-    wide = condition[[*PLACE, "rows", "columns"]].assign(condition_number=condition["value"])
-    for metric in ("spectral_norm", "frobenius_norm", "effective_rank_squared", "effective_rank"):
+    """Condition number, rank, max, min and mean of sigma^2 of every whole matrix, one a row."""
+    wanted: list[tuple[str, str, str | None]]
+    wanted = [(name, name, None) for name in ("condition_number", *RANKS)]
+    wanted += [(f"sigma_squared_{p}", "squared_singular_value", p) for p in ("max", "min", "mean")]
+    parts, reasons = [], []
+    for quantity, metric, parameters in wanted:
         try:
-            more = _weights(table, choice, metric)
-        except NotEnoughEvidenceError:
+            data = _weights(table, replace(choice, parameters=parameters), metric)
+        except (NotEnoughEvidenceError, UsageError) as error:
+            reasons.append(str(error))
             continue
-        more = more[["run", "checkpoint", "block", "component", "value"]]
-        keys = ["run", "checkpoint", "block", "component"]
-        wide = wide.merge(more.rename(columns={"value": metric}), how="left", on=keys)
-    if "effective_rank_squared" in wide and "effective_rank" in wide:
-        wide = wide.drop(columns="effective_rank")
-    if "spectral_norm" in wide:
-        wide["sigma_squared_max"] = wide["spectral_norm"] ** 2
-        wide["sigma_squared_min"] = (wide["spectral_norm"] / wide["condition_number"]) ** 2
-    if "frobenius_norm" in wide:
-        smaller = wide[["rows", "columns"]].min(axis="columns", skipna=False)
-        wide["sigma_squared_mean"] = wide["frobenius_norm"] ** 2 / smaller
-    return wide
+        parts.append(data.assign(metric=quantity))
+    if not parts:
+        raise NotEnoughEvidenceError(reasons[0])
+    long = pd.concat(parts, ignore_index=True)
+    squared = (long["metric"] == RANKS[0]).any()
+    return long[long["metric"] != RANKS[1]] if squared else long
 
 
 def _weights(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
     data = pick(table, choice, metric, ("weight",))
-    return data[data["head"].isna()]
+    return data[data["head"].isna() & (data["component"] != "network")]
 
 
 def _means(table: pd.DataFrame, choice: Choice, by_type: bool) -> pd.DataFrame:
     """Plain means over matrices, of all or of each weight type; null when any matrix has none."""
-    wide = spectra(table, choice)
-    metrics = [name for name in QUANTITIES if name in wide]
+    long = spectra(table, choice)
     keys = ["run", "checkpoint", "point", "x"] + (["component"] if by_type else [])
-    long = wide.melt([*PLACE], metrics, var_name="metric")
     groups = long.groupby([*keys, "metric"], sort=False, dropna=False)["value"]
     means = groups.agg(lambda one: one.mean(skipna=False)).reset_index()
     means["matrices"] = groups.size().to_numpy()
@@ -159,7 +150,7 @@ def draw_isometry_map(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes |
         here = data[(data["run"] == run) & (data["point"] == point)]
         values = here.pivot(index="block", columns="component", values="value")
         values = values.reindex(index=blocks, columns=names).to_numpy(float)
-        image = picture(on, panel, values, limits, "cividis")
+        image = picture(on, panel, values, limits, "viridis")
         map_labels(panel, [str(block) for block in blocks], [])
         label_columns(panel, [words(name) for name in names])
         panel.tick_params(axis="x", labelrotation=90)

@@ -33,6 +33,7 @@ from .style import BLUE, ORANGE, Look
 from .ticks import words
 
 Numbers = npt.NDArray[np.floating[Any]]
+POOLED = ("pooled, scope=non-embedding", "pooled", "pooled, tau=0.025", "tau=0.025")
 SERIES = ["block", "component", "head", "index"]
 
 
@@ -43,12 +44,12 @@ def _several(
     parts, reasons = [], []
     for metric, subjects in wanted.items():
         try:
-            data = pick(table, choice, metric, subjects, parameters="tau=0.025")
+            data = pick(table, choice, metric, subjects, parameters=POOLED)
         except NotEnoughEvidenceError as error:
             reasons.append(str(error))
             continue
         data = data[data["block"].isna() & data["head"].isna()]
-        data = data[data["component"].isin(["network"]) | data["component"].isna()]
+        data = data[data["component"] == "network"]
         if len(data):
             parts.append(grouped(data, choice).assign(metric=metric))
     if not parts:
@@ -57,8 +58,11 @@ def _several(
 
 
 def network_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """Parameter magnitude and dormant fraction of the whole network over checkpoints."""
-    wanted = dict.fromkeys(("weight_magnitude", "dormant_fraction"), ("network",))
+    """Parameter magnitude and dormant fraction of the whole network over checkpoints.
+
+    Pooled over one list of all (non-embedding) parameters and of all units, as the study does.
+    """
+    wanted = {"weight_magnitude": ("network", "weight"), "dormant_fraction": ("network", "unit")}
     return _several(table, choice, wanted, "total of the whole network")
 
 
@@ -105,7 +109,8 @@ def draw_dormant_layers(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
 def head_shares_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Share of heads that are lazy (entropy near its maximum) and collapsed (near zero).
 
-    Counted over all heads of all blocks; null at a checkpoint where any head has no value.
+    The mean over blocks of each block's share (or over the heads, where they have a row each);
+    null at a checkpoint where any has no value.
     """
     parts, reasons = [], []
     for metric in ("lazy_head", "collapsed_head"):
@@ -116,7 +121,7 @@ def head_shares_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
             continue
         by = data.groupby(["run", "checkpoint", "point", "x"], sort=False)
         share = by["value"].agg(lambda one: one.mean(skipna=False)).reset_index()
-        share = share.assign(heads=by.size().to_numpy(), metric=metric, status="ok")
+        share = share.assign(averaged=by.size().to_numpy(), metric=metric, status="ok")
         parts.append(share.assign(block=np.nan, component="network", head=np.nan, index=np.nan))
     if not parts:
         raise NotEnoughEvidenceError("; ".join(reasons))

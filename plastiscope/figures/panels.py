@@ -110,7 +110,7 @@ def course(
 
     Values that stand alone between two missing ones get a marker, or they'd be invisible.
     """
-    one = one.sort_values("point", kind="stable")
+    one = _parted(one.sort_values("point", kind="stable"))
     colour = visible(colour, on.look)
     x, y = one["x"].to_numpy(float), one["value"].to_numpy(float)
     y = np.where(np.isfinite(y), y, np.nan)
@@ -130,6 +130,16 @@ def course(
     if name:
         key = {"color": colour, "linestyle": dash, "linewidth": line or on.look.line}
         on.entries.setdefault(plain(name), Line2D([], [], marker=marker, **key))
+
+
+def _parted(one: pd.DataFrame) -> pd.DataFrame:
+    """A null between segments: what was measured across a change of shape isn't one course."""
+    if "segment" not in one or one["segment"].nunique() < 2:
+        return one
+    known = one["segment"].ffill()
+    breaks = one[(known != known.shift()) & known.shift().notna()]
+    gaps = breaks.assign(value=np.nan, point=breaks["point"] - 0.5)
+    return pd.concat([one, gaps]).sort_values("point", kind="stable")
 
 
 def visible(colour: Any, of: Look) -> Any:

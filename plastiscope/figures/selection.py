@@ -26,10 +26,10 @@ COMPONENTS = (
 # fmt: on
 X = ("step", "task", "checkpoint", "tokens")
 PLACE = ["run", "checkpoint", "block", "component", "head", "index"]
-_NEEDED = [*PLACE, "step", "task", "branch", "tokens", "subject", "metric", "parameters"]
+_NEEDED = [*PLACE, "step", "task", "segment", "branch", "tokens", "subject", "metric", "parameters"]
 _NEEDED += ["value", "standard_error", "maximum", "rows", "columns", "status", "probe"]
 _NUMBERS = ["block", "head", "index", "step", "task", "value", "standard_error", "maximum"]
-_NUMBERS += ["rows", "columns"]
+_NUMBERS += ["rows", "columns", "segment"]
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ def pick(
     subjects: Sequence[str] = (),
     *,
     tokens: str | None = None,
-    parameters: str | None = None,
+    parameters: str | Sequence[str] = (),
     indexed: bool = False,
 ) -> pd.DataFrame:
     """The rows of one metric, restricted to the choice.
 
     `subjects` are tried in order and the first that has rows is taken (`choice.subject` goes
     first); without any, the first subject that has the metric. `tokens` None means all tokens.
-    `parameters` is the default where rows of several parameters exist. Columns of the result:
-    run, checkpoint, x, point (rank of the checkpoint within its run), block, component, head,
-    index (floats, NaN for null), value, standard_error, maximum, rows, columns, status, subject,
-    parameters.
+    Where rows of several parameters exist, the first of `parameters` that is there is the default.
+    Columns of the result: run, checkpoint, x, point (rank of the checkpoint within its run), block,
+    component, head, index (floats, NaN for null), segment, value, standard_error, maximum, rows,
+    columns, status, subject, parameters.
 
     Raises NotEnoughEvidenceError when nothing is left, with the reason.
     """
@@ -85,7 +85,7 @@ def pick(
         of = "what was chosen" if tokens is None else f"{tokens.upper()} tokens"
         raise NotEnoughEvidenceError(f"the tables hold no {metric} of {of}")
     rows = _one(rows, "parameters", choice.parameters, parameters)
-    rows = _one(rows, "probe", choice.probe, None)
+    rows = _one(rows, "probe", choice.probe)
     rows = _named_runs(rows, choice)
     rows["x"] = _x(rows, choice)
     return _unambiguous(rows, metric)
@@ -233,7 +233,9 @@ def _within(rows: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     return rows[keep.astype(bool)]
 
 
-def _one(rows: pd.DataFrame, column: str, asked: str | None, default: str | None) -> pd.DataFrame:
+def _one(
+    rows: pd.DataFrame, column: str, asked: str | None, defaults: str | Sequence[str] = ()
+) -> pd.DataFrame:
     """The rows of one value of a column (and those that have none, when it's the probe)."""
     present = sorted(str(name) for name in rows[column].dropna().unique())
     if asked is not None:
@@ -242,7 +244,9 @@ def _one(rows: pd.DataFrame, column: str, asked: str | None, default: str | None
         return rows[rows[column] == asked]
     if len(present) < 2:
         return rows
-    chosen = default if default in present else _most_frequent(rows[column], present)
+    defaults = (defaults,) if isinstance(defaults, str) else defaults
+    chosen = next((name for name in defaults if name in present), None)
+    chosen = chosen if chosen is not None else _most_frequent(rows[column], present)
     return rows[(rows[column] == chosen) | (rows[column].isna() if column == "probe" else False)]
 
 
@@ -259,6 +263,7 @@ def _named_runs(rows: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     plain = pd.DataFrame(
         {n: rows[n].astype("Float64" if n in _NUMBERS else object) for n in _NEEDED}
     ).astype(dict.fromkeys(_NUMBERS, float))
+    plain["segment"] = plain["segment"].fillna(0)
     branches = plain.groupby("run", dropna=False)["branch"].transform(
         lambda one: one.nunique(dropna=False)
     )
@@ -291,5 +296,15 @@ def _unambiguous(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         )
     rows = rows.sort_values(["run", "x"], kind="stable", ignore_index=True)
     rows["point"] = rows.groupby("run")["checkpoint"].transform(lambda one: pd.factorize(one)[0])
-    keep = ["x", "point", "value", "standard_error", "maximum", "rows", "columns", "status"]
+    keep = [
+        "x",
+        "point",
+        "segment",
+        "value",
+        "standard_error",
+        "maximum",
+        "rows",
+        "columns",
+        "status",
+    ]
     return rows[[*PLACE, *keep, "subject", "parameters"]]

@@ -45,7 +45,7 @@ MARKS: dict[str, tuple[str, str]] = {
     "experts": (PURPLE, "*"),
     "router": (OLIVE, "d"),
     "conv": (BLUE, "o"),
-    "fc": (BLUE, "o"),
+    "fc": (RED, "s"),
     "norm": (SKY, "v"),
     "activation": (ORANGE, "X"),
     "fc2": (GREEN, "^"),

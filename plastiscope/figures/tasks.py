@@ -23,7 +23,8 @@ def accuracy_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
     Accuracy, or the loss where a run has no accuracy. `series` is "task" or "running mean"; after
     a task without a result the running mean is null: the mean of the others would be another
-    quantity. A labelled probe's results stand in where the tasks' own weren't recorded.
+    quantity. Where the tasks' own results weren't recorded, those on the labelled probe, which are
+    no per-task results and get no running mean.
     """
     metrics = [choice.metric] if choice.metric else ["accuracy", "loss"]
     reasons = []
@@ -38,19 +39,22 @@ def accuracy_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
 
 def _results(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
-    tasks = "task" in table and table["task"].notna().any()
-    choice = replace(choice, x="task") if tasks and choice.x == "step" else choice
-    data = pick(table, choice, metric, ("task", "network", "probe", "unit"))
-    data = data[data["block"].isna() & data["head"].isna()].sort_values("point", kind="stable")
-    return data.drop_duplicates(["run", "x"], keep="last") if tasks else data
+    data = pick(table, choice, metric, ("task", "output", "network"))
+    if data["subject"].iloc[0] == "task" and choice.x == "step" and table["task"].notna().any():
+        data = pick(table, replace(choice, x="task"), metric, ("task",))
+    return data[data["block"].isna() & data["head"].isna()].sort_values("point", kind="stable")
 
 
 def _with_mean(data: pd.DataFrame) -> pd.DataFrame:
+    if data["subject"].iloc[0] != "task":
+        return data.assign(series="probe")
+    data = data.drop_duplicates(["run", "x"], keep="last")
     values = data.groupby("run", sort=False)["value"]
-    count = values.cumcount() + 1
     total = values.transform(lambda one: one.cumsum(skipna=False))
-    mean = data.assign(value=total / count, standard_error=float("nan"), series="running mean")
-    return pd.concat([data.assign(series="task"), mean], ignore_index=True)
+    mean = data.assign(value=total / (values.cumcount() + 1), standard_error=float("nan"))
+    every = data.groupby("run", sort=False)["x"].transform(lambda one: one.diff().max())
+    name = "running mean (AAT)" if (every.fillna(1) <= 1).all() else "running mean of these tasks"
+    return pd.concat([data.assign(series="task"), mean.assign(series=name)], ignore_index=True)
 
 
 def _completed(data: pd.DataFrame) -> pd.DataFrame:
@@ -61,17 +65,16 @@ def draw_accuracy(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
     """Each task's result as markers on a thin line, the running mean over them."""
     metric = str(data["metric"].iloc[0])
     on = canvas(of, 1, axes, height=2.0)
-    for series, colour, marker in (("task", BLUE, "o"), ("running mean", ORANGE, "")):
-        name = f"{metric} of each task" if series == "task" else "running mean (AAT)"
-        one = data[data["series"] == series]
-        run_courses(on, on.panels[0], one, choice, name, colour, marker)
-    finish_courses(on, replace(choice, x=_x(data, choice)), words(metric))
+    names = {"task": f"{metric} of each task", "probe": f"{metric} on the probe"}
+    for series in data["series"].unique():
+        own = series in names
+        name, colour, marker = names.get(series, series), *((BLUE, "o") if own else (ORANGE, ""))
+        run_courses(on, on.panels[0], data[data["series"] == series], choice, name, colour, marker)
+    tasks = "task" in data["series"].unique() and choice.x == "step"
+    finish_courses(on, replace(choice, x="task") if tasks else choice, words(metric))
+    if len(on.entries) < 2:
+        on.panels[0].set_ylabel(words(next(iter(on.entries), metric)))
     return on
-
-
-def _x(data: pd.DataFrame, choice: Choice) -> str:
-    small = data["x"].max() <= len(data)
-    return "task" if choice.x == "step" and small else choice.x
 
 
 accuracy = Kind(

@@ -137,11 +137,13 @@ def study(step, seed=0, blocks=3, inputs=6):
             spectral, condition = 1 + 0.1 * step, 10.0 ** (1 + 0.3 * step + 0.2 * rng.random())
             for metric, value in (
                 ("condition_number", condition),
-                ("spectral_norm", spectral),
-                ("frobenius_norm", 3.0 + 0.1 * block),
                 ("effective_rank", 20.0 - step),
             ):
                 rows.append(Row(metric, "weight", value, name, block, rows=16, columns=24))
+            for part, value in (("max", spectral**2), ("min", spectral / condition), ("mean", 0.4)):
+                rows.append(
+                    Row("squared_singular_value", "weight", value, name, block, parameters=part)
+                )
         for name in ("norm1", "attention_output", "norm2", "fc1", "fc2"):
             rate = 1 + block + step / 4 + rng.random()
             rows.append(Row("rate_of_change", "feature", rate, name, block, standard_error=0.1))
@@ -161,8 +163,12 @@ def study(step, seed=0, blocks=3, inputs=6):
     rows.append(Row("ntk_condition_number", "ntk", 10.0 ** (5 + 0.1 * step), "network"))
     rows.append(Row("ntk_effective_rank", "ntk", 4 - 0.2 * step, "network"))
     rows.append(Row("accuracy", "task", 0.9 - 0.05 * step))
-    rows.append(Row("weight_magnitude", "network", 0.02 + 0.01 * step, "network"))
-    rows.append(Row("dormant_fraction", "network", 0.01 * step, "network", parameters="tau=0.025"))
+    rows.append(
+        Row("weight_magnitude", "weight", 0.02 + 0.01 * step, "network", parameters="pooled")
+    )
+    rows.append(
+        Row("dormant_fraction", "unit", step / 99, "network", parameters="pooled, tau=0.025")
+    )
     rows.append(Row("probe_auc", "network", float((step - 2.0 - seed) ** 2), "network"))
     rows.append(Row("parameter_count", "network", 1e6 * (seed + 1), "network"))
     return rows

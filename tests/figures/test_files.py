@@ -120,7 +120,7 @@ def wide_table(layers: int, points: int) -> pd.DataFrame:
     )
     made["checkpoint"] = made["step"].astype(str)
     missing = ("task", "branch", "head", "tokens", "parameters", "index", "standard_error")
-    missing += ("rows", "columns", "maximum", "probe")
+    missing += ("rows", "columns", "maximum", "probe", "segment")
     return made.assign(**dict.fromkeys(missing, None))
 
 

@@ -271,27 +271,64 @@ def test_running_mean_of_accuracy_stops_at_a_missing_task(tmp_path):
     data = figures.accuracy.data(tables.table(tmp_path, make, points=4), choose())
     series = {name: part["value"].tolist() for name, part in data.groupby("series")}
     np.testing.assert_allclose(series["task"], [0.9, 0.7, np.nan, 0.5])
-    np.testing.assert_allclose(series["running mean"], [0.9, 0.8, np.nan, np.nan])
+    np.testing.assert_allclose(series["running mean (AAT)"], [0.9, 0.8, np.nan, np.nan])
 
 
-def test_isometry_quantities_come_from_the_norms(tmp_path):
-    matrix = np.diag([3.0, 2.0, 0.5])
-    singular = np.array([3.0, 2.0, 0.5])
-
+def test_isometry_is_the_plain_mean_over_whole_matrices(tmp_path):
     def make(point):
-        values = {
-            "condition_number": 6.0,
-            "spectral_norm": 3.0,
-            "frobenius_norm": float(np.linalg.norm(matrix)),
-            "effective_rank": 2.0,
-        }
-        return [Row(m, "weight", v, "fc1", 0, rows=3, columns=5) for m, v in values.items()]
+        rows = [
+            Row("squared_singular_value", "weight", value, name, 0, head, parameters=part)
+            for name, head, values in (("q", None, (9, 1, 4)), ("fc1", None, (1, 0.5, 0.8)),
+                                       ("q", 0, (100, 100, 100)))
+            for part, value in zip(("max", "min", "mean"), values, strict=True)
+        ]  # fmt: skip
+        rows.append(Row("squared_singular_value", "weight", 7.0, "network", parameters="max"))
+        rows.append(Row("condition_number", "weight", 3.0 if point else None, "q", 0))
+        return [*rows, Row("condition_number", "weight", 5.0, "fc1", 0)]
 
     data = figures.isometry.data(tables.table(tmp_path, make, points=2), choose())
-    first = data[data["x"] == 0].set_index("metric")["value"]
-    assert first["sigma_squared_max"] == pytest.approx((singular**2).max())
-    assert first["sigma_squared_min"] == pytest.approx((singular**2).min())
-    assert first["sigma_squared_mean"] == pytest.approx((singular**2).mean())
+    both = data.pivot(index="metric", columns="x", values="value")
+    assert both.loc["sigma_squared_max"].tolist() == [5, 5]
+    assert both.loc["sigma_squared_min"].tolist() == [0.75, 0.75]
+    assert both.loc["sigma_squared_mean"].tolist() == [2.4, 2.4]
+    np.testing.assert_array_equal(both.loc["condition_number"], [np.nan, 4])
+    assert (data["matrices"] == 2).all()
+
+
+def test_network_totals_are_the_pooled_ones(tmp_path):
+    def make(point):
+        return [
+            Row("weight_magnitude", "weight", 1.0, "fc", 0),
+            Row("weight_magnitude", "weight", 2.0 + point, "network", parameters="pooled"),
+            Row("weight_magnitude", "weight", 5.0, "network", parameters="mean"),
+        ]
+
+    data = figures.network_course.data(tables.table(tmp_path, make, points=2), choose())
+    assert data["value"].tolist() == [2, 3]
+
+
+def test_probe_accuracy_gets_no_running_mean(tmp_path):
+    def make(point):
+        return [Row("accuracy", "output", 0.5 + point / 10, "head")]
+
+    data = figures.accuracy.data(tables.table(tmp_path, make, points=3), choose())
+    assert data["series"].unique().tolist() == ["probe"]
+    np.testing.assert_allclose(data["value"], [0.5, 0.6, 0.7])
+
+
+def test_running_mean_over_some_tasks_is_not_called_aat(tmp_path):
+    table = tables.table(tmp_path, lambda point: [Row("accuracy", "task", 0.5)], points=3)
+    data = figures.accuracy.data(table.assign(task=table["task"] * 10), choose())
+    assert set(data["series"]) == {"task", "running mean of these tasks"}
+
+
+def test_a_course_stops_where_the_shape_changed(tmp_path):
+    table = small(tmp_path, [{(0, "fc1"): float(v)} for v in (1, 2, 30, 31)])
+    table = table.assign(segment=[0, 0, 1, 1])
+    (line,) = figures.component_rank(table).axes[0].lines
+    np.testing.assert_array_equal(line.get_ydata(), [1, 2, np.nan, 30, 31])
+    shown = image(figures.delta_heatmap_blocks(table)).get_array()
+    np.testing.assert_array_equal(np.ma.filled(shown, np.nan), [[0, 1, np.nan, np.nan]])
 
 
 def test_isometry_map_is_clipped_to_the_2nd_and_98th_percentile(tmp_path):
