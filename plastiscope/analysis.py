@@ -10,7 +10,7 @@ import time
 from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import pandas as pd
 import torch
@@ -71,7 +71,8 @@ class Analysis:
     def table(self) -> pd.DataFrame:
         """All rows of these runs (see `plastiscope.store.read`)."""
         frame = store.read(self.out)
-        return frame[frame["run"].isin([a.run.name for a in self.runs])].reset_index(drop=True)
+        ours = frame["run"].isin([a.run.name for a in self.runs])
+        return cast("pd.DataFrame", frame[ours].reset_index(drop=True))
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -195,7 +196,8 @@ def _digest(path: Path) -> str:
 
 def refuse_mixing(out: Path, run: Run) -> None:
     """Raise UsageError when OUT holds rows of another run under this run's name."""
-    files = sorted(store.checkpoint_file(out, run.name, "x").parent.glob("*.parquet"))
+    folder = store.checkpoint_file(out, run.name, "x").parent
+    files = [file for file in store.metric_files(out) if file.parent == folder]
     here = {store.checkpoint_file(out, run.name, c.name) for c in run.checkpoints}
     if not files or here & set(files):
         return

@@ -17,7 +17,7 @@ from .errors import UsageError, unknown
 if sys.version_info >= (3, 11):
     import tomllib
 else:
-    import tomli as tomllib
+    import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 OTHER_TABLES = ("check",)
 
@@ -92,9 +92,10 @@ def read_table(folder: Path) -> dict[str, Any]:
 def parse_toml(file: Path) -> dict[str, Any]:
     """A file's content. Raises UsageError when it isn't TOML."""
     try:
-        return tomllib.loads(file.read_text("utf-8"))
+        table: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} isn't valid TOML: {error}") from error
+    return table
 
 
 def _checked(table: Mapping[str, Any]) -> dict[str, Any]:

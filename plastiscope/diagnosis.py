@@ -216,7 +216,7 @@ def _change(sign: Sign, first: float, last: float) -> float:
 
 
 def _error(*errors: float) -> float | None:
-    return None if any(pd.isna(e) for e in errors) else float(np.hypot(*errors))
+    return None if any(pd.isna(e) for e in errors) else float(np.sqrt(np.square(errors).sum()))
 
 
 def _kendall(values: np.ndarray) -> float:

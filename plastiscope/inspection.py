@@ -21,20 +21,17 @@ from .network import Network, open_network, signature
 SCHEMA = "plastiscope.inspect/1"
 
 
-def inspect(
-    paths: Iterable[str | Path], settings: Settings | None = None, verify: bool = False
-) -> dict[str, Any]:
-    """Describe the runs at `paths`. With `verify`, rebuild attention from the mapped parts and
-    give the error against the model's own.
+def inspect(paths: Iterable[str | Path], settings: Settings | None = None) -> dict[str, Any]:
+    """Describe the runs at `paths`, with the proof of each block's attention map.
 
     Raises UsageError and UnreadableError as `analyze` does.
     """
     settings = settings or Settings()
-    runs = [_describe(run, settings, verify) for run in find_runs(paths, settings)]
+    runs = [_describe(run, settings) for run in find_runs(paths, settings)]
     return {"schema": SCHEMA, "runs": runs}
 
 
-def _describe(run: Run, settings: Settings, verify: bool) -> dict[str, Any]:
+def _describe(run: Run, settings: Settings) -> dict[str, Any]:
     skipped = [
         {"name": s.name, "reason": s.reason, "unreadable": s.unreadable} for s in run.skipped
     ]
@@ -45,7 +42,7 @@ def _describe(run: Run, settings: Settings, verify: bool) -> dict[str, Any]:
             state = checkpoint.open()
             name = signature(state)
             if name not in networks:
-                networks[name] = _network(state, run, settings, verify)
+                networks[name] = _network(state, run, settings)
             listed.append(_checkpoint(checkpoint, state) | {"architecture": name})
         except UnreadableError as error:
             skipped.append({"name": checkpoint.name, "reason": str(error), "unreadable": True})
@@ -83,7 +80,7 @@ def _checkpoint(checkpoint: Checkpoint, state: State) -> dict[str, Any]:
     }
 
 
-def _network(state: State, run: Run, settings: Settings, verify: bool) -> dict[str, Any]:
+def _network(state: State, run: Run, settings: Settings) -> dict[str, Any]:
     network = open_network(state, run.path, settings)
     return {
         **network.facts(),
@@ -95,7 +92,6 @@ def _network(state: State, run: Run, settings: Settings, verify: bool) -> dict[s
             {"name": p.name, "source": p.source, "synthetic": p.synthetic, "inputs": _length(p)}
             for p in network.probes
         ],
-        "proofs": network.prove() if verify else None,
     }
 
 

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import models, probe
-from .anatomy import effective_tensors, from_names, trace
+from .anatomy import Proof, effective_tensors, from_names, trace, verify
 from .anatomy.parts import Anatomy
 from .checkpoints import State
 from .config import Settings
 from .errors import UsageError
-from .models.live import Live
+from .models.live import Batch, Live
 from .weigh import Read, cover
 
 
@@ -45,6 +45,7 @@ class Network:
     announcements: tuple[str, ...]
     device: torch.device
     allow_partial: bool
+    proofs: tuple[Proof, ...] = ()
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -57,6 +58,10 @@ class Network:
             "assumptions": list(self.assumptions),
             "missing": self.missing,
             "announcements": list(self.announcements),
+            "proofs": [
+                {"block": p.block, "ok": p.ok, "error": p.error if p.ok else None, "why": p.reason}
+                for p in self.proofs
+            ],
         }
 
     def stored_name(self, name: str) -> str:
@@ -110,8 +115,32 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
     weights = [n for n, _ in live.module.named_parameters()]
     lines = [f"model: {live.source}", *live.assumptions]
     lines += [p.note for p in probes if p.note] + list(anatomy.notes)
-    return Network(
+    network = Network(
         cover(anatomy, weights), live, probes, None, tuple(lines), device, settings.allow_partial
+    )
+    return _proved(network, state, tiny)
+
+
+def _proved(network: Network, state: State, batch: Batch) -> Network:
+    """The network with attention proved, block by block, from the mapped slices; what can't be
+    proved loses its heads, for a wrong split raises nothing and looks right."""
+    assert network.live is not None
+    read, names = network.reader(state), set[str]()
+    for component in network.anatomy.components:
+        names |= {m.tensor for m in component.heads}
+    tensors = {name: read(name).to(network.device) for name in names}
+    live = network.live
+    proofs = verify(live.module, live.forward, batch, network.anatomy, tensors)
+    refused = {proof.block for proof in proofs if not proof.ok}
+    lines = [f"block {p.block}: no rows per head: {p.reason}" for p in proofs if not p.ok]
+    components = tuple(
+        replace(c, heads=()) if c.block in refused else c for c in network.anatomy.components
+    )
+    return replace(
+        network,
+        anatomy=replace(network.anatomy, components=components),
+        announcements=(*network.announcements, *lines),
+        proofs=proofs,
     )
 
 

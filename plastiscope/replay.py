@@ -9,7 +9,7 @@ gets a jackknife standard error.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from .anatomy import AttentionCall, watch
-from .anatomy.parts import Anatomy, Component, Site
+from .anatomy.parts import Anatomy, AttentionSite, Component, Site
 from .metrics import Place, measure, unit_totals
 from .models.live import Batch, Live
 from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums
@@ -71,10 +71,12 @@ class Replay:
                 self._add_outputs(logits, part)
 
     def _watch(self, live: Live) -> Any:
+        attention: dict[Hashable, AttentionSite] = {}
+        attention.update(self.anatomy.attention.items())
         return watch(
             live.module,
             sites_of(self.anatomy),
-            self.anatomy.attention,
+            attention,
             self._on_tensor,
             self._on_attention,
         )
@@ -87,7 +89,7 @@ class Replay:
             mask = part.get("mask")
             yield _Chunk(first, fold, None if mask is None else mask.bool()), part
 
-    def _on_tensor(self, key: tuple[int, str], x: torch.Tensor) -> None:
+    def _on_tensor(self, key: Any, x: torch.Tensor) -> None:
         index, port = key
         component = self.anatomy.components[index]
         x = _positions_first(x, component)
@@ -98,14 +100,15 @@ class Replay:
         if component.name == "activation":
             self._add_units(index, component, x, self._before.pop(index, None))
 
-    def _on_attention(self, block: int, call: AttentionCall) -> None:
+    def _on_attention(self, block: Any, call: AttentionCall) -> None:
         assert self._chunk is not None
         windows = call.q.shape[0] // len(self._chunk.fold)
         for name, heads in zip(PROJECTIONS, (call.q, call.k, call.v), strict=True):
             index = self._index(block, name)
             if index is None:
                 continue
-            x = heads.transpose(1, 2).unflatten(0, (-1, windows)).flatten(1, 2)
+            x = heads.transpose(1, 2)
+            x = x.reshape(-1, windows * x.shape[1], *x.shape[2:])
             self._add_features(index, x.flatten(2))
             self._add_heads(index, x)
         sums = self._maps(block)
@@ -212,7 +215,7 @@ class Replay:
             if (index, tokens) in self.features:
                 place = Place(component.name, component.block, "feature", tokens)
                 rows += measure(self.features[index, tokens].finish(), place, only)
-        if index in self.per_head:
+        if index in self.per_head and component.heads:
             site = self.anatomy.attention[component.block or 0]
             heads = site.heads if component.name == "q" else site.kv_heads
             place = Place(component.name, component.block, "feature", "all", heads=heads)
@@ -223,9 +226,9 @@ class Replay:
         return rows
 
 
-def sites_of(anatomy: Anatomy) -> Mapping[tuple[int, str], Site]:
+def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:
     """Where each component is seen: its features, and what comes before an activation."""
-    sites: dict[tuple[int, str], Site] = {}
+    sites: dict[Hashable, Site] = {}
     for index, component in enumerate(anatomy.components):
         if component.features is not None:
             sites[index, "features"] = component.features

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 from .diagnosis import Diagnosis, Finding, Movement, diagnose
 
@@ -139,7 +141,7 @@ def _change(movement: Movement, percent: bool) -> str:
     return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"
 
 
-def print_inspection(found: dict[str, Any]) -> None:
+def print_inspection(found: dict[str, Any], verify: bool = False) -> None:
     """Runs, checkpoints in order, what was skipped, the model and its parts."""
     console = Console(highlight=False)
     for run in found["runs"]:
@@ -150,11 +152,12 @@ def print_inspection(found: dict[str, Any]) -> None:
             for line in lines:
                 console.print(f"  {line}", markup=False)
         for network in run["architectures"].values():
-            _print_network(console, network)
+            _print_network(console, network, verify)
 
 
 def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
     table = _table("step", "checkpoint", "format", "dtype", "parameters", "size", "step from")
+    table.columns[1].no_wrap = True
     for c in checkpoints:
         table.add_row(
             str(c["step"]),
@@ -177,27 +180,61 @@ def _remarks(run: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
             yield title, lines
 
 
-def _print_network(console: Console, network: dict[str, Any]) -> None:
+def _print_network(console: Console, network: dict[str, Any], verify: bool) -> None:
     model = network["model"] or f"no live model: {network['missing']}"
     console.print(f"\n[bold]model[/]  {model}", soft_wrap=True)
     for line in network["assumptions"]:
-        console.print(f"  assumed: {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", markup=False, soft_wrap=True)
     for probe in network["probes"]:
         console.print(f"  probe: {probe['source']}, {probe['inputs']} inputs", markup=False)
-    table = _table("block", "component", "heads", "replayed", "tensors")
-    for c in network["components"]:
-        block = "" if c["block"] is None else str(c["block"])
-        replayed = "yes" if c["replayed"] else "no"
-        table.add_row(block, c["component"], str(c["heads"] or ""), replayed, *c["tensors"][:1])
+    table = _table("component", "blocks", "heads", "replayed", "tensors")
+    for members in _alike(network["components"]):
+        first = members[0]
+        tensors = (
+            first["tensors"]
+            if len(members) == 1
+            else [_starred(first, t) for t in first["tensors"]]
+        )
+        blocks = _spans([c["block"] for c in members if c["block"] is not None])
+        replayed = "yes" if first["replayed"] else "no"
+        heads = str(first["heads"] or "")
+        table.add_row(first["component"], blocks, heads, replayed, "\n".join(tensors))
     console.print(table)
     for name, tensors in (("buffers", network["buffers"]), ("no data", network["no_data"])):
         if tensors:
             console.print(f"{name}: {', '.join(tensors)}", markup=False)
     for name, other in network["tied"].items():
         console.print(f"tied: {name} is {other}", markup=False)
-    for proof in network["proofs"] or ():
-        verdict = "proved" if proof["ok"] else "REFUSED"
-        console.print(f"block {proof['block']}: {verdict}, largest error {proof['error']:.1e}")
+    for proof in network["proofs"]:
+        if not proof["ok"]:
+            console.print(f"attention of block {proof['block']}: REFUSED: {proof['why']}")
+        elif verify:
+            error = f"largest relative error {proof['error']:.1e}"
+            console.print(f"attention of block {proof['block']}: proved, {error}")
+
+
+def _alike(components: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Components that are the same in several blocks but for the block's number, together."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for c in components:
+        tensors = tuple(_starred(c, t) for t in c["tensors"])
+        groups.setdefault((c["component"], c["heads"], c["replayed"], tensors), []).append(c)
+    return list(groups.values())
+
+
+def _starred(component: dict[str, Any], tensor: str) -> str:
+    return re.sub(rf"(?<![0-9]){component['block']}(?![0-9])", "*", tensor, count=1)
+
+
+def _spans(numbers: list[int]) -> str:
+    """[0, 1, 2, 5] as "0-2, 5"."""
+    spans: list[list[int]] = []
+    for number in sorted(numbers):
+        if spans and number == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], number]
+        else:
+            spans.append([number])
+    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def _table(*headings: str) -> Table:
@@ -217,7 +254,24 @@ def print_explanation(metric: str | None) -> None:
         table.add_column("metric", no_wrap=True)
         table.add_column("what")
         for each in METRICS:
-            table.add_row(each.name, explain(each.name).summary)
+            table.add_row(each.name, explain(each.name).definition)
         console.print(table)
         return
-    console.print(str(explain(metric)), markup=False)
+    found = explain(metric)
+    console.print(f"[bold]{found.name}[/] (version {found.version})  {found.definition}\n")
+    table = Table.grid(padding=(0, 2))
+    for title, text in (
+        ("formula", found.formula),
+        ("unit", found.unit),
+        ("range", found.range),
+        ("measured of", found.subject),
+        ("read it", found.reading),
+        ("misleads", found.misleads),
+        ("also called", found.aliases),
+        ("unchanged by", "; ".join(found.laws)),
+        ("source", found.source),
+        ("by default", "yes" if found.default else f"no: --with {found.name}"),
+    ):
+        if text:
+            table.add_row(title, Text(text))
+    console.print(table)

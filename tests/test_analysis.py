@@ -1,0 +1,246 @@
+"""The loop: resumed, content-addressed, one bad file doesn't stop the others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from torch import nn
+
+import plastiscope
+from plastiscope import store
+from plastiscope.config import Settings
+from plastiscope.errors import NotEnoughEvidenceError, UnreadableError, UsageError
+
+
+def network() -> nn.Sequential:
+    return nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 12), nn.ReLU(), nn.Linear(12, 3)
+    )
+
+
+def save(run: Path, steps: range, seed: int = 0, probe: bool = True) -> Path:
+    """A run of random networks, each with its step, and a labelled probe."""
+    run.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    for step in steps:
+        net = network()
+        state = {"model_state_dict": net.state_dict(), "step": step}
+        torch.save(state, run / f"step_{step}.pt")
+    if probe:
+        random = np.random.default_rng(0)
+        inputs = random.normal(size=(40, 6)).astype(np.float32)
+        np.savez(run / "probe.npz", inputs=inputs, labels=random.integers(0, 3, 40))
+    return run
+
+
+def rows(table: pd.DataFrame) -> pd.DataFrame:
+    """The table in one order, for comparing analyses."""
+    columns = list(table.columns)
+    return (
+        table.astype(object)
+        .sort_values(columns, key=lambda c: c.astype(str))
+        .reset_index(drop=True)
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return save(tmp_path / "run", range(0, 300, 100))
+
+
+@pytest.fixture
+def settings(tmp_path: Path) -> Settings:
+    return Settings(out=tmp_path / "out", batch_size=16)
+
+
+def test_a_finished_run_is_not_measured_again(run: Path, settings: Settings) -> None:
+    first = plastiscope.analyze(run, settings)
+    assert first.runs[0].measured == 3
+    before = {f: f.stat().st_mtime_ns for f in first.runs[0].files}
+    second = plastiscope.analyze(run, settings)
+    assert second.runs[0].measured == 0
+    assert {f: f.stat().st_mtime_ns for f in second.runs[0].files} == before
+    pd.testing.assert_frame_equal(first.table(), second.table())
+
+
+def test_a_new_checkpoint_costs_one(run: Path, settings: Settings) -> None:
+    plastiscope.analyze(run, settings)
+    save(run, range(300, 400, 100), seed=1, probe=False)
+    again = plastiscope.analyze(run, settings)
+    assert again.runs[0].measured == 1
+    assert sorted(again.table()["step"].unique()) == [0, 100, 200, 300]
+
+
+def test_a_replaced_checkpoint_is_measured_anew(run: Path, settings: Settings) -> None:
+    old = plastiscope.analyze(run, settings).table()
+    save(run, range(100, 101), seed=9, probe=False)
+    analysis = plastiscope.analyze(run, replace(settings, only=("effective_rank",)))
+    assert analysis.runs[0].measured == 3
+    new = plastiscope.analyze(run, settings).table()
+
+    def rank(table: pd.DataFrame, step: int) -> float:
+        at = (table["step"] == step) & (table["metric"] == "effective_rank")
+        weights = table[at & (table["subject"] == "weight") & (table["component"] == "head")]
+        return float(weights["value"].iloc[0])
+
+    assert rank(new, 100) != rank(old, 100)
+    assert rank(new, 200) == rank(old, 200)
+    assert len(new) == len(old)
+
+
+def test_another_probe_is_another_analysis(run: Path, settings: Settings) -> None:
+    before = plastiscope.analyze(run, settings).table()
+    inputs = np.random.default_rng(5).normal(size=(40, 6)).astype(np.float32)
+    np.savez(run / "probe.npz", inputs=inputs)
+    analysis = plastiscope.analyze(run, settings)
+    assert analysis.runs[0].measured == 3
+    probes = analysis.table()["probe"].dropna().unique()
+    assert len(probes) == 1 and probes[0] not in set(before["probe"].dropna())
+
+
+def test_rows_do_not_depend_on_the_batch_size_or_on_other_checkpoints(
+    tmp_path: Path, run: Path, settings: Settings
+) -> None:
+    only = tuple(m for m in ("effective_rank", "dormant_fraction", "loss", "weight_magnitude"))
+    whole = plastiscope.analyze(run, replace(settings, only=only)).table()
+    alone = replace(settings, out=tmp_path / "alone", batch_size=7, only=only, steps="200")
+    part = plastiscope.analyze(run, alone).table()
+    pd.testing.assert_frame_equal(
+        rows(whole[whole["step"] == 200]), rows(part), check_exact=False, rtol=1e-6
+    )
+
+
+def test_a_bad_file_costs_only_itself(run: Path, settings: Settings) -> None:
+    (run / "step_300.pt").write_bytes((run / "step_200.pt").read_bytes()[:900])
+    analysis = plastiscope.analyze(run, settings)
+    assert sorted(analysis.table()["step"].unique()) == [0, 100, 200]
+    (line,) = analysis.failures
+    assert "step_300.pt" in line and "truncated" in line and "\n" not in line
+    with pytest.raises(UnreadableError, match=r"step_300\.pt"):
+        plastiscope.analyze(run, replace(settings, strict=True))
+
+
+def test_nothing_readable_is_an_error(tmp_path: Path, settings: Settings) -> None:
+    (tmp_path / "bad").mkdir()
+    (tmp_path / "bad" / "a.pt").write_bytes(b"")
+    with pytest.raises(UnreadableError, match=r"a\.pt"):
+        plastiscope.analyze(tmp_path / "bad", settings)
+    assert not settings.out.exists()
+
+
+def test_only_vectors_and_only_features_is_not_enough(tmp_path: Path, settings: Settings) -> None:
+    folder = tmp_path / "vectors"
+    folder.mkdir()
+    torch.save({"a": torch.ones(3), "b": torch.ones(4)}, folder / "step_1.pt")
+    with pytest.raises(NotEnoughEvidenceError, match="nothing to measure"):
+        plastiscope.analyze(folder, replace(settings, only=("effective_rank",)))
+
+
+def test_unknown_metrics_and_devices_are_named(run: Path, settings: Settings) -> None:
+    with pytest.raises(UsageError, match="did you mean 'effective_rank'"):
+        plastiscope.analyze(run, replace(settings, only=("efective_rank",)))
+    with pytest.raises(UsageError, match="--device nowhere"):
+        plastiscope.analyze(run, replace(settings, device="nowhere"))
+
+
+def test_a_probe_of_the_wrong_shape_keeps_what_was_written(run: Path, settings: Settings) -> None:
+    before = plastiscope.analyze(run, settings).table()
+    np.savez(run / "probe.npz", inputs=np.zeros((4, 7), dtype=np.float32))
+    with pytest.raises(UsageError, match=r"7.*6|6.*7"):
+        plastiscope.analyze(run, settings)
+    pd.testing.assert_frame_equal(store.read(settings.out), before)
+
+
+def test_two_runs_of_one_name_are_not_mixed(tmp_path: Path, settings: Settings) -> None:
+    a = save(tmp_path / "a" / "run", range(0, 200, 100))
+    b = save(tmp_path / "b" / "run", range(500, 700, 100), seed=3)
+    with pytest.raises(UsageError, match="two runs are called 'run'"):
+        plastiscope.analyze([a, b], settings)
+    plastiscope.analyze(a, settings)
+    with pytest.raises(UsageError, match="already holds a run called 'run'"):
+        plastiscope.analyze(b, settings)
+
+
+def test_without_a_model_the_weights_are_still_measured(tmp_path: Path, settings: Settings) -> None:
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    for step in range(3):
+        torch.manual_seed(step)
+        branches = {f"{side}.tower.weight": torch.randn(5, 9) for side in ("left", "right")}
+        torch.save(branches, folder / f"step_{step}.pt")
+    analysis = plastiscope.analyze(folder, settings)
+    assert "--model" in str(analysis.runs[0].missing)
+    table = analysis.table()
+    assert set(table["subject"]) == {"weight"}
+    ranks = table[(table["metric"] == "effective_rank") & (table["step"] == 0)]
+    assert set(ranks["tensor"]) == {"left.tower.weight", "right.tower.weight"}
+
+
+class Counting:
+    """A reporter that counts."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def say(self, line: str) -> None:
+        self.seen.append(line)
+
+    def start(self, run: str, total: int) -> None:
+        self.seen.append((run, total))
+
+    def advance(self, checkpoint: str, step: int, resumed: bool) -> None:
+        self.seen.append((checkpoint, step, resumed))
+
+
+def test_the_reporter_hears_of_everything(run: Path, settings: Settings) -> None:
+    reporter = Counting()
+    plastiscope.analyze(run, settings, reporter)
+    assert ("run", 3) in reporter.seen
+    steps = [s for s in reporter.seen if isinstance(s, tuple) and len(s) == 3]
+    assert steps == [(f"step_{s}.pt", s, False) for s in (0, 100, 200)]
+    assert any("relu" in line for line in reporter.seen if isinstance(line, str))
+
+
+def test_killed_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
+    run = save(tmp_path / "run", range(0, 600, 100))
+    command = [sys.executable, "-m", "plastiscope", "analyze", str(run), "--no-figures", "--out"]
+    whole = plastiscope.analyze(run, Settings(out=tmp_path / "whole")).table()
+    process = subprocess.Popen([*command, str(tmp_path / "killed")], stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "killed" / "metrics"
+    deadline = time.monotonic() + 120
+    while not list(metrics.rglob("*.parquet")) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(store.metric_files(tmp_path / "killed")) < 6
+    subprocess.run([*command, str(tmp_path / "killed"), "--quiet"], check=True, env=os.environ)
+    pd.testing.assert_frame_equal(rows(store.read(tmp_path / "killed")), rows(whole), rtol=1e-9)
+
+
+def test_the_same_weights_in_another_format_give_the_same_rows(
+    tmp_path: Path, run: Path, settings: Settings
+) -> None:
+    from safetensors.torch import save_file
+
+    other = tmp_path / "elsewhere" / "run"
+    other.mkdir(parents=True)
+    shutil.copy(run / "probe.npz", other)
+    for file in run.glob("step_*.pt"):
+        state = torch.load(file, weights_only=True)["model_state_dict"]
+        save_file({f"module.{k}": v for k, v in state.items()}, other / f"{file.stem}.safetensors")
+    one = plastiscope.analyze(run, settings).table()
+    two = plastiscope.analyze(other, replace(settings, out=tmp_path / "out2")).table()
+    same = [c for c in one.columns if c not in ("checkpoint", "checkpoint_fingerprint")]
+    pd.testing.assert_frame_equal(rows(one[same]), rows(two[same]))
