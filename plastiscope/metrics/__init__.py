@@ -9,7 +9,18 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import unknown
-from . import attention, features, kernel, outputs, spectral, units, weights
+from . import (
+    attention,
+    features,
+    jacobian,
+    kernel,
+    optimizer,
+    outputs,
+    sensitivity,
+    spectral,
+    units,
+    weights,
+)
 from .definition import Explanation, Metric, explanation
 from .measurement import Place, jackknife, measure_with
 from .totals import unit_totals, weight_totals
@@ -69,6 +80,22 @@ METRICS: tuple[Metric, ...] = (
     kernel.ntk_drift,
     kernel.gradient_norm,
     kernel.fisher_effective_rank,
+    units.grama_inactive_fraction,
+    jacobian.jacobian_sigma_max,
+    jacobian.jacobian_sigma_min,
+    jacobian.jacobian_condition_number,
+    jacobian.isometry_distance,
+    jacobian.jacobian_mean_log_sigma,
+    jacobian.jacobian_frobenius,
+    jacobian.jacobian_sigma,
+    jacobian.isometry_score,
+    sensitivity.rate_of_change,
+    sensitivity.rate_of_change_embedding,
+    sensitivity.rate_of_change_bound,
+    optimizer.update_to_weight_ratio,
+    optimizer.effective_learning_rate,
+    optimizer.second_moment_effective_rank,
+    outputs.average_accuracy_across_tasks,
 )
 
 __all__ = [

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .definition import Floats, Values, metric
 
 if TYPE_CHECKING:
-    from ..observations import Outputs
+    from ..observations import Outputs, TaskAccuracies
 
 
 @metric(
@@ -42,3 +44,25 @@ def accuracy(outputs: Outputs) -> Values:
     Misleads: accuracy on old tasks is memory, not plasticity.
     """
     return Values(outputs.accuracy, maximum=1.0)
+
+
+@metric(
+    unit="share of labels",
+    range="0 to 1",
+    source="Kumar et al. 2023 (AAT); the LLM study",
+    laws=("permutation of tasks: unchanged",),
+    subject="output",
+)
+def average_accuracy_across_tasks(tasks: TaskAccuracies) -> Values:
+    """Mean over a stream's tasks of the accuracy on each task right after it was learned.
+
+    Formula: AAT = (1/K) sum_k accuracy on task k at the checkpoint at the end of task k.
+    Read: the plainest summary of plasticity: a network that keeps it learns every task as well as
+    the first.
+    Misleads: needs one labelled probe and one checkpoint a task, and tasks of like difficulty.
+    """
+    values = np.asarray(tasks.accuracies, dtype=np.float64)
+    n = len(values)
+    error = float(values.std(ddof=1) / np.sqrt(n)) if n > 1 else None
+    mean = float(values.mean()) if n else float("nan")
+    return Values(mean, parameters=f"tasks={n}", maximum=1.0, standard_error=error)

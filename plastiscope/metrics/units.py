@@ -10,7 +10,7 @@ import numpy.typing as npt
 from .definition import Floats, Values, metric
 
 if TYPE_CHECKING:
-    from ..observations import Features, Units
+    from ..observations import Features, UnitGradients, Units
 
 Mask = npt.NDArray[np.bool_]
 TAUS = (0.0, 0.01, 0.025, 0.1)
@@ -236,3 +236,27 @@ def duplicate_fraction(features: Features) -> Values | None:
     if features.duplicates is None:
         return None
     return Values(features.duplicates, parameters="cosine=0.95", maximum=1.0)
+
+
+@metric(
+    unit="share of units",
+    range="0 to 1",
+    source="GraMa (2505.24061); exact official form not verified",
+    laws=_UNITS,
+    default=False,
+    subject="unit",
+)
+def grama_inactive_fraction(gradients: UnitGradients) -> list[Values]:
+    """Share of units that hardly any gradient flows into.
+
+    Formula: G_i = mean |d loss / d h_i| / mean over units of the same; share with G_i <= tau.
+    Read: units that no longer learn, whether or not they are active.
+    Misleads: needs labels; relative to the layer, as dormant_fraction.
+    Also called: GraMa.
+    """
+    dead = gradients.absolute.sum(-1) == 0
+    score = np.where(dead[:, None], 0.0, dormancy(gradients.absolute))
+    return [
+        Values(_share(score <= tau, gradients.absolute), parameters=f"tau={tau:g}", maximum=1.0)
+        for tau in TAUS
+    ]

@@ -1,31 +1,59 @@
 """What a metric may ask for: a closed set of observations, each reduced while the network runs."""
 
 from .attention import Attention, AttentionSums
+from .captures import capture
 from .features import Features, FeatureSums
 from .gradients import Plan
+from .jacobian import Jacobian, observe_jacobians
 from .kernel import Kernel, observe_ntk, plan_ntk
-from .outputs import Outputs, OutputSums
+from .optimizer import OptimizerState
+from .outputs import Outputs, OutputSums, TaskAccuracies
+from .sensitivity import (
+    ChangeBound,
+    RateOfChange,
+    attention_bound,
+    linear_bound,
+    norm_bound,
+    observe_rate_of_change,
+    observe_rate_of_change_embedding,
+    token_radius,
+)
 from .spectra import Spectrum, spectra_of
-from .units import Units, UnitSums, rows_of
+from .units import UnitGradients, UnitGradientSums, Units, UnitSums, rows_of
 from .weights import Magnitude, Weight, in_threads
 
 __all__ = [
     "Attention",
     "AttentionSums",
+    "ChangeBound",
     "FeatureSums",
     "Features",
+    "Jacobian",
     "Kernel",
     "Magnitude",
+    "OptimizerState",
     "OutputSums",
     "Outputs",
     "Plan",
+    "RateOfChange",
     "Spectrum",
+    "TaskAccuracies",
+    "UnitGradientSums",
+    "UnitGradients",
     "UnitSums",
     "Units",
     "Weight",
+    "attention_bound",
+    "capture",
     "in_threads",
+    "linear_bound",
+    "norm_bound",
+    "observe_jacobians",
     "observe_ntk",
+    "observe_rate_of_change",
+    "observe_rate_of_change_embedding",
     "plan_ntk",
     "rows_of",
     "spectra_of",
+    "token_radius",
 ]

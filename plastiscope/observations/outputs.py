@@ -99,3 +99,28 @@ class OutputSums:
         if not np.isfinite(loss[0]):
             accuracy = np.full_like(accuracy, np.nan)
         return Outputs(loss, accuracy, int(total[0, 2]), self.columns, status)
+
+
+@dataclass(frozen=True)
+class TaskAccuracies:
+    """Accuracy on each task of a stream at the checkpoint right after it, in order."""
+
+    accuracies: tuple[float, ...]
+    replicated: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a metric may ask for, by the name of its type."""
+        return {"TaskAccuracies": self}
+
+    @property
+    def size(self) -> tuple[int, None]:
+        """Tasks."""
+        return len(self.accuracies), None
+
+    @property
+    def status(self) -> str:
+        """ "ok", "no_labels" without tasks, "non_finite" when one has no accuracy."""
+        if not self.accuracies:
+            return "no_labels"
+        return "ok" if np.isfinite(self.accuracies).all() else "non_finite"

@@ -155,3 +155,39 @@ def _status(absolute: Floats) -> str:
     if not np.isfinite(absolute[0]).all():
         return "non_finite"
     return "layer_dead" if absolute[0].sum() == 0 else "ok"
+
+
+@dataclass(frozen=True)
+class UnitGradients:
+    """Mean |gradient of the loss into a unit's activation| [1 + K, u] over `rows` rows."""
+
+    absolute: Floats
+    rows: int
+    status: str
+    replicated: ClassVar[bool] = True
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a metric may ask for, by the name of its type."""
+        return {"UnitGradients": self}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Rows seen and units."""
+        return self.rows, self.absolute.shape[1]
+
+
+class UnitGradientSums:
+    """Adds up gradients into one layer's units; `finish` gives its UnitGradients."""
+
+    def __init__(self, folds: int) -> None:
+        self.sums = UnitSums(folds, None)
+
+    def add(self, gradients: Tensor, fold: Tensor) -> None:
+        """Rows d loss / d activation [n, u] and the fold [n] of each."""
+        self.sums.add(gradients, None, fold)
+
+    def finish(self) -> UnitGradients:
+        """Means over rows; status "layer_dead" where no gradient arrives at all."""
+        units = self.sums.finish()
+        return UnitGradients(units.absolute, units.rows, units.status)

@@ -1,0 +1,226 @@
+"""Singular values of J_x = d component(x) / d x at a component's own inputs, per probe input.
+
+Axes: B inputs, T positions, m sampled positions, o and i the sizes of one input's output and input.
+
+Never pooled over the batch: a batched Jacobian has zeros between samples. A position-wise
+component (linear layers, norms, a whole FFN) has a block for each position, taken exactly on some
+of them. Where positions mix, the Jacobian is exact while its smaller side is small, and otherwise
+matrix-free: Lanczos quadrature with J v and J^T w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from .captures import Batch, Capture, capture, frozen
+from .lanczos import Quadrature, quadrature
+from .spectra import Floats, spectra_of
+
+DENSE_SIDE = 512
+"""Largest smaller side of a Jacobian with mixed positions that is taken exactly."""
+POSITIONS = 4
+STEPS, PROBES = 48, 4
+
+
+@dataclass(frozen=True)
+class Jacobian:
+    """Singular values of each input's Jacobian: nodes [B, s] and their weights [B, s] (sum 1).
+
+    Exact methods ("weight", "positions", "dense") have every singular value with equal weights;
+    "lanczos" has quadrature nodes, among which the largest value is resolved but not the smallest.
+    `rows` and `columns` are one input's output and input sizes (of one position where it's
+    position-wise); `side` is the smaller one.
+    """
+
+    nodes: Floats
+    weights: Floats
+    rows: int
+    columns: int
+    side: int
+    method: str
+    positions: int = 1
+    replicated: ClassVar[bool] = False
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        """What a metric may ask for, by the name of its type."""
+        return {"Jacobian": self}
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Output and input size."""
+        return self.rows, self.columns
+
+    @property
+    def status(self) -> str:
+        """ "ok" or "non_finite"."""
+        return "ok" if np.isfinite(self.nodes).all() else "non_finite"
+
+
+def observe_jacobians(
+    module: nn.Module,
+    forward: Callable[[Batch], Tensor],
+    batch: Batch,
+    paths: Mapping[Hashable, str],
+    *,
+    positions: int = POSITIONS,
+    dense_side: int = DENSE_SIDE,
+    steps: int = STEPS,
+    probes: int = PROBES,
+    seed: int = 0,
+) -> dict[Hashable, Jacobian]:
+    """The Jacobian of each module named by its path ("" is the network), at its real input.
+
+    `positions` of each input are sampled where positions don't mix. A module that isn't called
+    with a floating tensor (an embedding of ids) is left out. The network must be in eval mode.
+    """
+    if any(part.training for part in module.modules()):
+        raise UsageError("a Jacobian in train mode isn't the network's: call .eval() first")
+    found = {}
+    with frozen(module):
+        for key, call in capture(module, forward, batch, paths).items():
+            generator = torch.Generator().manual_seed(seed)
+            found[key] = _jacobian(call, positions, dense_side, steps, probes, generator)
+    return found
+
+
+def _jacobian(
+    call: Capture,
+    positions: int,
+    dense_side: int,
+    steps: int,
+    probes: int,
+    generator: torch.Generator,
+) -> Jacobian:
+    if not bool(torch.isfinite(call.output).all()):
+        nodes = np.full((len(call.x), 1), np.nan)
+        return Jacobian(nodes, np.ones_like(nodes), 0, 0, 0, "none")
+    if isinstance(call.module, nn.Linear) and not _has_hooks(call.module):
+        return _of_weight(call)
+    if _is_position_wise(call):
+        return _by_positions(call, positions, generator)
+    rows, columns = call.output[0].numel(), call.x[0].numel()
+    if min(rows, columns) <= dense_side:
+        nodes = _values(dense(call.again, call.x))
+        return Jacobian(nodes, _equal(nodes), rows, columns, min(rows, columns), "dense")
+    found = _matrix_free(call, steps, probes, generator)
+    return Jacobian(found.nodes, found.weights, rows, columns, min(rows, columns), "lanczos")
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+def _of_weight(call: Capture) -> Jacobian:
+    """A linear layer's Jacobian is its weight at every input."""
+    weight = call.module.weight
+    assert isinstance(weight, Tensor)
+    values = spectra_of(weight).values
+    nodes = np.broadcast_to(values, (len(call.x), len(values)))
+    rows, columns = weight.shape
+    return Jacobian(nodes, _equal(nodes), rows, columns, min(rows, columns), "weight")
+
+
+def _equal(nodes: Floats) -> Floats:
+    return np.full(nodes.shape, 1.0 / max(nodes.shape[1], 1))
+
+
+def _values(jacobians: Tensor) -> Floats:
+    return spectra_of(jacobians).values
+
+
+def _axes(x: Tensor) -> tuple[int, ...]:
+    """The axes of positions: [B, T, d] or [B, C, h, w]."""
+    return {3: (1,), 4: (2, 3)}.get(x.ndim, ())
+
+
+def _is_position_wise(call: Capture) -> bool:
+    """Whether a change at one position changes the output there and nowhere else."""
+    axes = _axes(call.x)
+    extra = [a for a in (*call.arguments[1:], *call.options.values()) if isinstance(a, Tensor)]
+    if not axes or extra or call.output.ndim != call.x.ndim:
+        return False
+    if any(call.output.shape[a] != call.x.shape[a] for a in axes):
+        return False
+    where = (slice(None), 0) if call.x.ndim == 3 else (slice(None), slice(None), 0, 0)
+    changed = call.x.clone()
+    changed[where] = changed[where].roll(1, -1) * 1.5 + 1.0
+    with torch.no_grad():
+        moved = (call.again(changed) - call.again(call.x)).abs()
+    here = float(moved[where].max())
+    moved[where] = 0
+    return float(moved.max()) <= 1e-6 * here
+
+
+def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
+    """Exact blocks [o, i] of m positions of every input."""
+    x = call.x if call.x.ndim == 3 else call.x.flatten(2).mT
+    chosen = torch.randperm(x.shape[1], generator=generator)[:positions].to(x.device)
+    some = x[:, chosen]
+
+    def rows(flat: Tensor) -> Tensor:
+        if call.x.ndim == 3:
+            return call.again(flat[:, None]).squeeze(1)
+        return call.again(flat[..., None, None]).flatten(1)
+
+    blocks = dense(rows, some.flatten(0, 1))
+    nodes = _values(blocks).reshape(len(x), -1)
+    o, i = blocks.shape[1:]
+    return Jacobian(nodes, _equal(nodes), o, i, min(o, i), "positions", len(chosen))
+
+
+def dense(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """J [B, o, i] of every input: by rows, or by columns where there are fewer of them."""
+    products = Products(function, x)
+    o, i = products.output[0].numel(), x[0].numel()
+    along, side = (products.vjp, o) if o <= i else (products.jvp, i)
+    shape = products.output.shape if o <= i else x.shape
+    seeds = torch.eye(side, dtype=x.dtype, device=x.device)
+    parts = [along(seed.expand(len(x), -1).reshape(shape)).flatten(1) for seed in seeds]
+    return torch.stack(parts, 1 if o <= i else 2)
+
+
+class Products:
+    """J v and J^T w of a function at x [B, ...], for all inputs at once, from one forward pass."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor], x: Tensor) -> None:
+        with torch.enable_grad():
+            self.x = x.detach().clone().requires_grad_()
+            # A leaf itself must not be changed by an in-place function.
+            self.output = function(self.x.view_as(self.x) * 1)
+            self.dual = torch.zeros_like(self.output, requires_grad=True)
+            (self.pulled,) = torch.autograd.grad(self.output, self.x, self.dual, create_graph=True)
+
+    def vjp(self, w: Tensor) -> Tensor:
+        """J^T w [B, ...] in the shape of x."""
+        return torch.autograd.grad(self.output, self.x, w, retain_graph=True)[0]
+
+    def jvp(self, v: Tensor) -> Tensor:
+        """J v [B, ...] in the shape of the output: J^T w is linear in w, so this is its adjoint."""
+        if self.pulled.grad_fn is None:
+            return torch.zeros_like(self.output)
+        found = torch.autograd.grad(
+            self.pulled, self.dual, v, retain_graph=True, allow_unused=True
+        )[0]
+        return torch.zeros_like(self.output) if found is None else found
+
+
+def _matrix_free(call: Capture, steps: int, probes: int, generator: torch.Generator) -> Quadrature:
+    products = Products(call.again, call.x)
+    wide = call.x[0].numel() > products.output[0].numel()
+    like = products.output if wide else call.x
+
+    def gram(v: Tensor) -> Tensor:
+        """J^T J v, or J J^T v on the smaller side, [B, side]."""
+        u = v.to(like.dtype).reshape(like.shape)
+        w = products.jvp(products.vjp(u)) if wide else products.vjp(products.jvp(u))
+        return w.flatten(1).double()
+
+    return quadrature(gram, len(call.x), like[0].numel(), steps, probes, generator, like.device)
