@@ -10,9 +10,11 @@ import contextlib
 import io
 import mmap
 import os
+import re
 import time
+from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol, TypeVar, cast
 
@@ -20,6 +22,7 @@ from plastiscope.errors import UnreadableError
 
 _T = TypeVar("_T")
 _RETRIES = 5
+_BLOCK, _KEPT_BLOCKS = 1 << 18, 8
 
 
 class Blob(Protocol):
@@ -110,21 +113,41 @@ class PartBlob:
 
 @dataclass(frozen=True)
 class RemoteBlob:
-    """An object on an fsspec file system, read by ranges, with retries."""
+    """An object on an fsspec file system, read by ranges, with retries.
+
+    Small reads fetch the block around them, since an archive's directory and headers are asked
+    for in many pieces and each request costs more than a block.
+    """
 
     system: Any
     path: str
     size: int
+    blocks: OrderedDict[int, bytes] = field(default_factory=OrderedDict, compare=False)
 
     @property
     def name(self) -> str:
-        return self.path
+        return without_secrets(self.path)
 
     def read(self, offset: int, length: int) -> bytes:
         end = min(offset + length, self.size)
         if end <= offset:
             return b""
+        if end - offset > _BLOCK:
+            return self._fetched(offset, end)
+        first, last = offset // _BLOCK, (end - 1) // _BLOCK
+        joined = b"".join(self._block(at) for at in range(first, last + 1))
+        return joined[offset - first * _BLOCK : end - first * _BLOCK]
 
+    def _block(self, at: int) -> bytes:
+        if at not in self.blocks:
+            start = at * _BLOCK
+            self.blocks[at] = self._fetched(start, min(start + _BLOCK, self.size))
+        self.blocks.move_to_end(at)
+        while len(self.blocks) > _KEPT_BLOCKS:
+            self.blocks.popitem(last=False)
+        return self.blocks[at]
+
+    def _fetched(self, offset: int, end: int) -> bytes:
         def fetch() -> bytes:
             data = bytes(self.system.cat_file(self.path, start=offset, end=end))
             if len(data) != end - offset:
@@ -135,8 +158,13 @@ class RemoteBlob:
 
     def view(self, offset: int, length: int) -> memoryview:
         if offset + length > self.size:
-            raise UnreadableError(f"truncated: {self.path} ends before its data")
+            raise UnreadableError(f"truncated: {self.name} ends before its data")
         return memoryview(bytearray(self.read(offset, length)))
+
+
+def without_secrets(url: str) -> str:
+    """The URL without a user, password, or query: what may be printed."""
+    return re.sub(r"//[^/@]*@", "//", url).split("?", 1)[0]
 
 
 def retried(fetch: Callable[[], _T], what: str) -> _T:
@@ -145,7 +173,7 @@ def retried(fetch: Callable[[], _T], what: str) -> _T:
     A missing object or a refused permission isn't tried again. The error names the object and
     the kind of failure only: messages of the libraries below may carry signed URLs.
     """
-    wait = 0.1
+    what, wait = without_secrets(what), 0.1
     for attempt in range(_RETRIES):
         try:
             return fetch()

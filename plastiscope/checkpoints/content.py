@@ -52,7 +52,9 @@ def _members(stub: Stub) -> list[tuple[str, Any]]:
     attributes = stub.attributes
     parts = [attributes.get(part) for part in ("_parameters", "_buffers", "_modules")]
     if any(isinstance(part, Mapping) for part in parts):
-        skipped = attributes.get("_non_persistent_buffers_set") or ()
+        skipped = attributes.get("_non_persistent_buffers_set")
+        if not isinstance(skipped, set | frozenset):
+            skipped = frozenset()
         return [
             (str(key), value)
             for part in parts

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 
+from plastiscope.checkpoints.blobs import without_secrets
 from plastiscope.checkpoints.branches import find_weights
 from plastiscope.checkpoints.fingerprints import fingerprint
 from plastiscope.checkpoints.groups import Group, group_opened
 from plastiscope.checkpoints.names import step_numbers, task_number, unnumbered_role
 from plastiscope.checkpoints.options import Options
-from plastiscope.checkpoints.places import Entry, Place, open_place, without_secrets
+from plastiscope.checkpoints.places import Entry, Place, open_place
 from plastiscope.checkpoints.reading import Opened, examine, opener
 from plastiscope.checkpoints.run import Break, Checkpoint, Run, Skipped
 from plastiscope.checkpoints.sequence import Moment, equal_weights, find_breaks
@@ -223,7 +224,7 @@ class _Known:
         task = member.task if member.task is not None else task_number(unit.name)
         return Checkpoint(
             name=unit.name,
-            path=unit.path,
+            path=without_secrets(unit.path) if search.place.remote else unit.path,
             format=member.format,
             step=step,
             step_source=source if len(self.members) > 1 or step else _lone(source, unit),

@@ -23,6 +23,12 @@ def natural(text: str) -> tuple[tuple[int, int, str], ...]:
     )
 
 
+def printable(text: str, limit: int = 400) -> str:
+    """The text as one line without control characters: names in a file may hold anything."""
+    line = "".join(c if c.isprintable() else "?" for c in text)
+    return line if len(line) <= limit else f"{line[: limit - 3]}..."
+
+
 def unwrap(names: Iterable[str]) -> dict[str, str]:
     """Every stored name with its wrapper prefixes removed, at any nesting, leading or inside.
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from plastiscope.checkpoints.blobs import Blob, RemoteBlob, local, retried
+from plastiscope.checkpoints.blobs import Blob, RemoteBlob, local, retried, without_secrets
 from plastiscope.errors import UnreadableError, UsageError
 
 _MAX_JSON = 1 << 26
@@ -82,8 +82,14 @@ class RemotePlace:
 
     def __init__(self, system: Any) -> None:
         self._system = system
+        # A request for each question would cost more than the reading.
+        self._listed: dict[str, dict[str, Entry]] = {}
 
     def entry(self, path: str) -> Entry | None:
+        folder = path.rstrip("/").rpartition("/")[0]
+        if folder in self._listed:
+            return self._listed[folder].get(path.rstrip("/"))
+
         def look() -> Entry | None:
             try:
                 return _remote_entry(self._system.info(path))
@@ -96,14 +102,16 @@ class RemotePlace:
         found = retried(lambda: self._system.ls(path, detail=True), path)
         entries = [_remote_entry(info) for info in found]
         here = path.rstrip("/")
-        return sorted(
-            (e for e in entries if e.name and e.path.rstrip("/") != here), key=lambda e: e.name
-        )
+        inside = [e for e in entries if e.name and e.path.rstrip("/") != here]
+        self._listed[here] = {e.path.rstrip("/"): e for e in inside}
+        return sorted(inside, key=lambda e: e.name)
 
     def blob(self, path: str) -> Blob:
         entry = self.entry(path)
         if entry is None or entry.size < 0:
-            raise UnreadableError(f"{path}: no such object, or one without a known size")
+            raise UnreadableError(
+                f"{without_secrets(path)}: no such object, or one without a known size"
+            )
         return RemoteBlob(self._system, path, entry.size)
 
     def identity(self, path: str) -> str | None:
@@ -118,7 +126,7 @@ def _remote_entry(info: dict[str, Any]) -> Entry:
     path = str(info["name"])
     size = info.get("size")
     return Entry(
-        name=path.rstrip("/").rsplit("/", 1)[-1],
+        name=without_secrets(path).rstrip("/").rsplit("/", 1)[-1],
         path=path,
         folder=info.get("type") == "directory",
         size=int(size) if size is not None else -1,
@@ -152,11 +160,6 @@ def open_place(path: str | Path) -> tuple[Place, str]:
             f"{without_secrets(text)}: can't be opened ({type(error).__name__})"
         ) from None
     return RemotePlace(system), inner
-
-
-def without_secrets(url: str) -> str:
-    """The URL without a user, password, or query: what may be printed."""
-    return re.sub(r"//[^/@]*@", "//", url).split("?", 1)[0]
 
 
 def read_json(place: Place, path: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from plastiscope.checkpoints.branches import is_optimizer
 from plastiscope.checkpoints.content import Content
+from plastiscope.checkpoints.names import printable
 from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.places import Place, joined, read_json
 from plastiscope.checkpoints.run import State, TensorInfo
@@ -99,7 +100,7 @@ def _state(
         )
     except UnreadableError as error:
         # The line stands behind the file's name, so it needn't repeat it.
-        raise UnreadableError(str(error).replace(f"{unit.path}: ", "")) from None
+        raise UnreadableError(printable(str(error).replace(f"{unit.path}: ", ""))) from None
     return replace(state, tensors=dict(state.tensors)), content
 
 

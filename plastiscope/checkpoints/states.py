@@ -13,7 +13,7 @@ from plastiscope.checkpoints import adapters, quantised
 from plastiscope.checkpoints.branches import Found, find_weights
 from plastiscope.checkpoints.content import Content, plain
 from plastiscope.checkpoints.kinds import is_flat_shard, kind_of
-from plastiscope.checkpoints.names import unwrap
+from plastiscope.checkpoints.names import printable, unwrap
 from plastiscope.checkpoints.run import State, TensorInfo
 from plastiscope.checkpoints.stored import Stored
 from plastiscope.checkpoints.ties import find_ties
@@ -64,7 +64,10 @@ def make_state(
     names = {**{n: n for n in weights}, **{n: i.alias_of or n for n, i in infos.items()}}
 
     def read(name: str) -> torch.Tensor:
-        return weights[names[name]].read()
+        try:
+            return weights[names[name]].read()
+        except UnreadableError as error:
+            raise UnreadableError(printable(f"{name}: {error}")) from None
 
     def peek(name: str) -> torch.Tensor:
         return weights[names[name]].peek()
@@ -74,7 +77,7 @@ def make_state(
         read=read,
         extras={**_metadata(content), **_plain_rest(found), **beside.extras, **extras},
         optimizer=beside.optimizer or (lambda: optimizer_state(found.optimizer)),
-        notes=tuple(dict.fromkeys(notes)),
+        notes=tuple(dict.fromkeys(printable(note) for note in notes)),
         branch=found.branch,
         stripped=stripped,
         stubs=content.stubs,

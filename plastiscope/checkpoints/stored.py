@@ -88,7 +88,7 @@ class Stored:
         if self.numel == 0:
             return torch.empty(self.shape, dtype=self.dtype)
         if self.storage is None:
-            raise UnreadableError("a meta tensor holds no data")
+            raise UnreadableError(self.note or "a meta tensor holds no data")
         size = self.dtype.itemsize
         first, count = span(self.shape, self.stride, self.start)
         view = self.storage.view(first * size, count * size, check=check)

@@ -127,18 +127,41 @@ class Archive:
         return BytesBlob(f"{self.whole.name}:{info.filename}", data)
 
     def storage(self, name: str, *, swap: bool) -> Storage:
-        """A member as a storage whose checksum is verified when it is read."""
-        part = self.blob(name, limit=1 << 62)
-        crc = self.members[name].CRC if isinstance(part, PartBlob) and self.checked else None
-        offset = part.start if isinstance(part, PartBlob) else 0
-        whole = self.whole if isinstance(part, PartBlob) else part
-        return Storage(name.rsplit("/", 1)[-1], whole, offset, part.size, crc, swap)
+        """A member as a storage whose place is looked up, and checksum verified, when it's read."""
+        info = self.members.get(name)
+        key = name.rsplit("/", 1)[-1]
+        if info is None or info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
+            part = self.blob(name, limit=1 << 62)
+            return Storage(key, part, 0, part.size, None, swap)
+        crc = info.CRC if self.checked else None
+        return Storage(key, Member(self, info), 0, info.file_size, crc, swap)
 
     def text(self, name: str) -> str:
         """A short text member, empty when absent."""
         if name not in self.members:
             return ""
         return self.blob(name, limit=1 << 20).read(0, 1 << 20).decode("latin1").strip()
+
+
+class Member:
+    """An uncompressed member; where its bytes start is asked of its header on first use."""
+
+    def __init__(self, archive: Archive, info: zipfile.ZipInfo) -> None:
+        self._archive, self._info = archive, info
+        self._part: Blob | None = None
+        self.name, self.size = f"{archive.whole.name}:{info.filename}", info.file_size
+
+    @property
+    def part(self) -> Blob:
+        if self._part is None:
+            self._part = self._archive.blob(self._info.filename, limit=1 << 62)
+        return self._part
+
+    def read(self, offset: int, length: int) -> bytes:
+        return self.part.read(offset, length)
+
+    def view(self, offset: int, length: int) -> memoryview:
+        return self.part.view(offset, length)
 
 
 def _storage_id(pid: Any) -> tuple[Any, str, Any, int]:
