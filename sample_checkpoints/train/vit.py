@@ -53,8 +53,9 @@ def save(folder: Path, moment: Moment) -> None:
     target = folder / f"checkpoint-{moment.step}"
     moment.model.save_pretrained(target)  # type: ignore[operator]
     torch.save(moment.optimizer.state_dict(), target / "optimizer.pt")
+    steps = moment.step // max(moment.task, 1)
     history = [
-        {"epoch": k, "step": k * STEPS, "eval_accuracy": score}
+        {"epoch": k, "step": k * steps, "eval_accuracy": score}
         for k, score in enumerate(moment.scores, start=1)
     ]
     state = TrainerState(
