@@ -75,6 +75,8 @@ IMAGES = {
 
 
 def make(name, config, values):
+    if not hasattr(hf, name):
+        pytest.skip(f"transformers {hf.__version__} has no {name}")
     torch.manual_seed(0)
     model = getattr(hf, name)(getattr(hf, config)(**values)).eval()
     with torch.no_grad():
@@ -128,7 +130,10 @@ def test_experts_stored_one_by_one_are_merged(tmp_path, state_of):
     live = build(state)
     stored_apart = [name for name in state.tensors if ".experts." in name]
     assert len(stored_apart) == 2 * 3 * 3
-    assert {source for merge in live.merges for source in merge.sources} == set(stored_apart)
+    if "model.layers.0.mlp.experts.gate_up_proj" in live.module.state_dict():
+        assert {source for merge in live.merges for source in merge.sources} == set(stored_apart)
+    else:  # before its fifth version the library kept them apart, too
+        assert set(stored_apart) <= set(live.stored.values())
     with_gap = state_of(
         {n: state.read(n) for n in state.tensors if n != stored_apart[0]},
         config=state.extras["config"],
