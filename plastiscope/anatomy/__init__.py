@@ -13,6 +13,7 @@ from plastiscope.anatomy.parts import (
     Site,
 )
 from plastiscope.anatomy.trace import trace
+from plastiscope.anatomy.verify import Proof, verify
 from plastiscope.anatomy.watch import AttentionCall, Watch, watch
 
 __all__ = [
@@ -23,10 +24,12 @@ __all__ = [
     "Effective",
     "Matrix",
     "Operand",
+    "Proof",
     "Site",
     "Watch",
     "effective_tensors",
     "from_names",
     "trace",
+    "verify",
     "watch",
 ]

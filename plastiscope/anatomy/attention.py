@@ -5,7 +5,7 @@ Axes: B inputs, H heads, T tokens (Tq queries, Tk keys), dh head width, R rows o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -272,10 +272,16 @@ def feeding(record: Record, number: int, linear: dict[int, Product]) -> tuple[Pr
     return tuple(found[k] for k in sorted(found))
 
 
-def reached(record: Record, product: Product, number: int) -> Tensor | None:
+def reached(
+    record: Record,
+    product: Product,
+    number: int,
+    through: frozenset[str] = frozenset(),
+    shortcuts: Mapping[int, int] | None = None,
+) -> Tensor | None:
     """For each element of a value the row that made it; None when rows were mixed on the way."""
-    place = places(record, product.output, number)
-    return None if place is None else _rows_at(record, product, place)
+    labels = _spread(record, product)
+    return places(record, product.output, number, through, shortcuts, labels)
 
 
 def rows_by_slice(
@@ -295,10 +301,9 @@ def rows_by_slice(
     shortcuts = {n.output: n.source for n in norms}
     for norm in norms:
         if record.precedes(product.output, norm.output) and reaches(record, norm.output, number):
-            place = places(record, product.output, norm.output, frozenset(NORMS), shortcuts)
-            if place is None or bool((place < 0).any()):
+            rows = reached(record, product, norm.output, frozenset(NORMS), shortcuts)
+            if rows is None or bool((rows < 0).any()):
                 continue
-            rows = _rows_at(record, product, place)
             if norm.output == number:
                 return _used(rows.movedim(axis, 0).flatten(1), product)
             return _by_gradient(record, norm.output, number, axis, rows, product)
@@ -316,15 +321,9 @@ def _used(rows: Tensor, product: Product) -> Tensor:
 def _spread(record: Record, product: Product) -> Tensor:
     """The row number of every element of the product's output."""
     shape = record.values[product.output].tensor.shape
-    place = torch.arange(shape.numel()).reshape(shape)
-    return _rows_at(record, product, place)
-
-
-def _rows_at(record: Record, product: Product, place: Tensor) -> Tensor:
-    shape = tuple(record.values[product.output].tensor.shape)
-    coordinates = torch.unravel_index(place.clamp(min=0), shape)
-    rows = product.rows[tuple(coordinates[a] for a in product.channels)]
-    return torch.where(place < 0, -1, rows)
+    order = sorted(range(len(product.channels)), key=lambda k: product.channels[k])
+    sizes = [n if a in product.channels else 1 for a, n in enumerate(shape)]
+    return product.rows.permute(order).reshape(sizes).expand(shape)
 
 
 def _by_gradient(
@@ -364,12 +363,14 @@ def _described(
     groups, projections = _groups(used, sources, heads, notes)
     kv_heads = len(set(groups)) if groups else heads
     operands = {x: _operand(part, axes.get(x, axes["q"]), heads) for x, part in parts.items()}
-    output = next(iter(_following(record, parts["output"].value, linear)), None)
+    output = next(iter(following(record, parts["output"].value, linear)), None)
     site = AttentionSite(
         call.site, heads, kv_heads, record.values[parts["q"].value].tensor.shape[parts["q"].width],
         _is_causal(record, call, parts), groups, **operands,
     )  # fmt: skip
-    columns = _columns(record, output, parts["output"], operands["output"], heads) if output else ()
+    columns: tuple[tuple[int, ...], ...] = ()
+    if output is not None:
+        columns = _columns(record, output, parts["output"], operands["output"], heads, norms)
     if output is not None and not columns:
         notes.append("the output projection's columns don't split by head")
     return Attention(call, parts, site, projections, sources, output, columns, tuple(notes))
@@ -446,7 +447,7 @@ def _operand(part: Part, axes: tuple[int | None, int], heads: int) -> Operand:
     return Operand(part.site, (*others, place, part.token, part.width))
 
 
-def _following(record: Record, number: int, linear: dict[int, Product]) -> list[Product]:
+def following(record: Record, number: int, linear: dict[int, Product]) -> list[Product]:
     """The nearest linear maps that a value goes into, in order."""
     found: dict[int, Product] = {}
     waiting, seen = [number], set()
@@ -464,20 +465,25 @@ def _following(record: Record, number: int, linear: dict[int, Product]) -> list[
 
 
 def _columns(
-    record: Record, product: Product, part: Part, operand: Operand, heads: int
+    record: Record,
+    product: Product,
+    part: Part,
+    operand: Operand,
+    heads: int,
+    norms: Sequence[Norm],
 ) -> tuple[tuple[int, ...], ...]:
     """The columns of the output projection that each head goes into; empty when mixed."""
-    place = places(record, part.value, product.source, frozenset(NORMS))
-    if place is None or bool((place < 0).any()):
+    shape = record.values[part.value].tensor.shape
+    axis = operand.axes[-3] if operand.folded != 1 or len(operand.axes) > 2 else 0
+    label = torch.arange(shape[axis]) % (operand.folded or shape[axis])
+    label = label.reshape([-1 if a == axis else 1 for a in range(len(shape))]).expand(shape)
+    shortcuts = {n.output: n.source for n in norms}
+    head = places(record, part.value, product.source, frozenset(NORMS), shortcuts, label)
+    if head is None or bool((head < 0).any()):
         return ()
-    shape = tuple(record.values[part.value].tensor.shape)
-    number = torch.unravel_index(place, shape)
-    head = number[operand.axes[-3]]
-    head = head % operand.folded if operand.folded else head
     others = [a for a in range(head.ndim) if a not in product.summed]
-    head = (
-        head.permute(*others, *product.summed).flatten(0, len(others) - 1) if others else head[None]
-    )
+    head = head.permute(*others, *product.summed)
+    head = head.flatten(0, len(others) - 1) if others else head[None]
     if not bool((head == head[0]).all()):
         return ()
     columns = [product.columns[head[0] == h].flatten().sort().values.tolist() for h in range(heads)]

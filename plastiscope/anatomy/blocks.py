@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from plastiscope.anatomy.activations import Activation
 from plastiscope.anatomy.attention import Attention
@@ -50,6 +50,7 @@ class Scene:
     attention: list[Attention]
     norms: list[Norm]
     residuals: list[Residual]
+    head: Product | None = None
 
 
 def blocks(scene: Scene) -> list[Block]:
@@ -63,10 +64,14 @@ def _block(scene: Scene, index: int) -> Block:
     first = _around_attention(scene, attention)
     own = [p for side in attention.sources.values() for p in side]
     inside = [p for p in first.linear if not _serves(record, p, attention)] if first else []
-    block = Block(index, attention, first.skip if first else own[0].source, mixed)
+    block = Block(index, attention, first.skip if first else -1, mixed)
     out = attention.output.output if attention.output else mixed
+    partner = _parallel(scene, first) if first else None
     if inside and first:
         block.residual2, block.linear = first, tuple(inside)
+    elif partner is not None and first is not None:
+        block.residual2 = max(first, partner, key=lambda r: r.output)
+        block.linear = partner.linear
     else:
         block.residual1 = first
         anchor = first.output if first else out
@@ -80,6 +85,9 @@ def _block(scene: Scene, index: int) -> Block:
     last = block.residual2 or block.residual1
     block.end = last.output if last else max([out, *(p.output for p in block.linear)])
     _find_norms(scene, block)
+    if block.start < 0:
+        source = own[0].source if own else attention.parts["q"].value
+        block.start = block.norm1.source if block.norm1 else source
     return block
 
 
@@ -93,6 +101,15 @@ def _around_attention(scene: Scene, attention: Attention) -> Residual | None:
         if reaches(record, r.skip, query) and reaches(record, mixed, r.branch)
     ]
     return min(fitting, key=lambda r: (len(r.linear), r.call.index), default=None)
+
+
+def _parallel(scene: Scene, residual: Residual) -> Residual | None:
+    """The sum next to this one that adds another part made from the same values."""
+    for other in scene.residuals:
+        touching = other.output in residual.call.inputs or residual.output in other.call.inputs
+        if touching and other.skip == residual.skip and len(other.linear) >= 2:
+            return other
+    return None
 
 
 def _serves(record: Record, product: Product, attention: Attention) -> bool:
@@ -117,12 +134,12 @@ def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
         region = [
             p
             for p in scene.linear
-            if within(record, p, anchor, limit) and p.call.index not in busy and p.output != limit
+            if within(record, p, anchor, limit)
+            and p.call.index not in busy
+            and p is not scene.head
+            and reaches(record, p.output, record.output)
         ]
-        ends = [r for r in region if not reaches(record, r.output, record.output)]
-        kept = [p for p in region if p not in ends]
-        kept = kept if later else kept[:-1]
-        block.linear = tuple(kept) if 2 <= len(kept) <= 3 else ()
+        block.linear = tuple(region) if 2 <= len(region) <= 3 else ()
 
 
 def _holds_attention(record: Record, residual: Residual, later: list[Attention]) -> bool:
@@ -141,7 +158,7 @@ def _find_norms(scene: Scene, block: Block) -> None:
         block.norm1 = _norm_before(scene, sources[0], block.start)
     first = block.linear[0] if block.linear else None
     if first is not None:
-        middle = block.residual2.skip if block.residual2 else block.start
+        middle = block.residual2.skip if block.residual2 else out.output if out else block.start
         block.norm2 = _norm_before(scene, ff.gate or ff.fc1 if ff else first, middle)
     if block.norm1 is not None:
         block.norm2 = None if block.norm1 is block.norm2 else block.norm2
@@ -158,7 +175,7 @@ def _norm_before(scene: Scene, product: Product, start: int) -> Norm | None:
     fitting = [
         n
         for n in scene.norms
-        if reaches(record, start, n.source)
+        if (start < 0 or reaches(record, start, n.source))
         and reaches(record, n.output, product.source)
         and not any(within(record, p, n.output, product.source) for p in scene.linear)
     ]
@@ -192,12 +209,12 @@ def components_of(scene: Scene, block: Block) -> list[Component]:
     for name, norm in (("norm1", block.norm1), ("norm2", block.norm2)):
         if norm is not None:
             parts.append((norm.output, norm_component(scene, name, norm, k)))
-    parts += _attention_components(record, block)
+    parts += _attention_components(scene, block)
     for name, residual in (("residual1", block.residual1), ("residual2", block.residual2)):
         if residual is not None:
-            site = site_of(record, residual.output)
             path = residual.call.site.module
-            parts.append((residual.output, Component(name, k, path, features=site)))
+            part = seen(scene, Component(name, k, path), residual.output)
+            parts.append((residual.output, part))
     if block.feed_forward is not None:
         parts += feed_forward_components(scene, block.feed_forward, k)
     if block.mixture is not None:
@@ -208,14 +225,11 @@ def components_of(scene: Scene, block: Block) -> list[Component]:
 def norm_component(scene: Scene, name: str, norm: Norm, block: int | None) -> Component:
     """A norm under its canonical name, with its gain as its weights."""
     weights = (Matrix(norm.weight),) if norm.weight else ()
-    site = site_of(scene.record, norm.output)
-    return Component(
-        name, block, norm.path, weights, (), site, offset_gain=norm.offset_gain,
-        channel_axis=channel_axis(scene.record, scene.linear, norm.output),
-    )  # fmt: skip
+    part = Component(name, block, norm.path, weights, offset_gain=norm.offset_gain)
+    return seen(scene, part, norm.output)
 
 
-def _attention_components(record: Record, block: Block) -> list[tuple[int, Component]]:
+def _attention_components(scene: Scene, block: Block) -> list[tuple[int, Component]]:
     attention, k = block.attention, block.index
     parts = []
     for x in "qkv":
@@ -228,7 +242,7 @@ def _attention_components(record: Record, block: Block) -> list[tuple[int, Compo
             whole = tuple(p.matrix for p in sources)
             parts.append((sources[0].output, Component(x, k, sources[0].path, whole)))
     if attention.output is not None:
-        parts.append((attention.output.output, output_component(record, attention, k)))
+        parts.append((attention.output.output, output_component(scene, attention, k)))
     return parts
 
 
@@ -238,7 +252,7 @@ def _shared_whole(attention: Attention, letter: str) -> bool:
     return any(source in attention.sources[x] for x in "qkv" if x < letter or x == "k")
 
 
-def output_component(record: Record, attention: Attention, block: int | None) -> Component:
+def output_component(scene: Scene, attention: Attention, block: int | None) -> Component:
     """The output projection, with each head's columns."""
     product = attention.output
     assert product is not None
@@ -247,29 +261,32 @@ def output_component(record: Record, attention: Attention, block: int | None) ->
         Matrix(matrix.tensor, matrix.out_axes, matrix.rows, columns)
         for columns in attention.columns
     )
-    site = site_of(record, product.output)
-    return Component("attention_output", block, product.path, (matrix,), heads, site)
+    part = Component("attention_output", block, product.path, (matrix,), heads)
+    return seen(scene, part, product.output)
 
 
 def feed_forward_components(
     scene: Scene, ff: FeedForward, block: int | None
 ) -> list[tuple[int, Component]]:
     """gate, fc1, activation and fc2."""
-    record = scene.record
     fused = ff.gate is ff.fc1
-    fc1_site = None if fused else site_of(record, ff.fc1.output)
-    parts = [(ff.fc1.output, Component("fc1", block, ff.fc1.path, (ff.fc1_matrix,), (), fc1_site))]
+    fc1 = Component("fc1", block, ff.fc1.path, (ff.fc1_matrix,))
+    parts = [(ff.fc1.output, fc1 if fused else seen(scene, fc1, ff.fc1.output))]
     if ff.gate is not None and ff.gate_matrix is not None:
-        site = None if fused else site_of(record, ff.gate.output)
-        gate = Component("gate", block, ff.gate.path, (ff.gate_matrix,), (), site)
-        parts.insert(0, (ff.gate.output, gate))
+        gate = Component("gate", block, ff.gate.path, (ff.gate_matrix,))
+        parts.insert(0, (ff.gate.output, gate if fused else seen(scene, gate, ff.gate.output)))
     if ff.activation is not None:
         output = ff.joined if ff.joined is not None else ff.activation.output
-        site = consumed_site(record, output, ff.fc2)
-        component = activation_component(scene, ff.activation, site, block)
-        parts.append((output, component))
+        site = consumed_site(scene.record, output, ff.fc2)
+        parts.append((output, activation_component(scene, ff.activation, site, block)))
     parts.append((ff.fc2.output, linear_component(scene, "fc2", ff.fc2, block)))
     return parts
+
+
+def seen(scene: Scene, part: Component, number: int) -> Component:
+    """The component with the place of its output and the axis of its channels."""
+    axis = channel_axis(scene.record, scene.linear, number)
+    return replace(part, features=site_of(scene.record, number), channel_axis=axis)
 
 
 def consumed_site(record: Record, output: int, product: Product) -> Site | None:
@@ -298,6 +315,4 @@ def activation_component(
 
 def linear_component(scene: Scene, name: str, product: Product, block: int | None) -> Component:
     """A linear map under a name, seen at its output."""
-    site = site_of(scene.record, product.output)
-    axis = channel_axis(scene.record, scene.linear, product.output)
-    return Component(name, block, product.path, (product.matrix,), (), site, channel_axis=axis)
+    return seen(scene, Component(name, block, product.path, (product.matrix,)), product.output)

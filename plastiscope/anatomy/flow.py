@@ -36,15 +36,19 @@ def places(
     end: int,
     through: frozenset[str] = frozenset(),
     shortcuts: Mapping[int, int] | None = None,
+    labels: Tensor | None = None,
 ) -> Tensor | None:
     """For each element of `end` the flat index of the element of `start` it was made from.
 
-    -1 where it was made from nothing of `start` (padding, another operand of a concatenation).
+    With `labels` (integers, one for each element of `start`) those in place of the index. -1
+    where it was made from nothing of `start` (padding, another operand of a concatenation).
     None when a call on the way mixes elements. Pointwise calls, and those named in `through`,
     keep each element's place; so does everything between a value and its shortcut.
     """
-    tensor = record.values[start].tensor
-    new = {start: torch.arange(1, tensor.numel() + 1).reshape(tensor.shape)}
+    if labels is None:
+        shape = record.values[start].tensor.shape
+        labels = torch.arange(shape.numel()).reshape(shape)
+    new = {start: labels + 1}
     mixed: set[int] = set()
     for call in record.affected(set(new), end):
         source = shortcuts.get(call.outputs[0]) if shortcuts and call.outputs else None

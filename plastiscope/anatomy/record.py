@@ -207,14 +207,14 @@ class Record(Follower):
 
     def precedes(self, first: int, second: int) -> bool:
         """Whether the second value was computed from the first."""
-        return bool(self.values[second].ancestors >> first & 1)
+        return first < second and bool(self.values[second].ancestors >> first & 1)
 
     def between(self, start: int, end: int) -> list[Call]:
         """The calls, in order, through which one live value reaches another."""
         mask = self.values[end].ancestors | (1 << end)
         return [
             call
-            for call in self.calls
+            for call in self._stretch({start}, end)
             if any(mask >> o & 1 for o in call.outputs)
             and any(i == start or self.precedes(start, i) for i in call.inputs)
         ]
@@ -230,6 +230,21 @@ class Record(Follower):
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a named tensor."""
         return next(tuple(v.tensor.shape) for v in self.values if self.name(v.number) == name)
+
+    def named(self, name: str) -> int:
+        """The value of a named tensor: the latest, when it is computed anew for every use."""
+        return max(v.number for v in self.values if self.name(v.number) == name)
+
+    def at(self, site: Site) -> int:
+        """The value seen at a site; LookupError when this pass never reached it."""
+        place = (site.module, site.call, site.op, site.ordinal)
+        port = 0 if site.port == "input" else int(site.port[5:] or 0) if "in" in site.port else -1
+        for each in self.calls if site.op else self.modules:
+            s = each.site
+            if (s.module, s.call, s.op, s.ordinal) == place:
+                ports = each.ports if isinstance(each, Call) else each.inputs
+                return each.outputs[0] if port < 0 else ports[port]
+        raise LookupError(f"this pass never reached {site}")
 
     def value(self, item: Any) -> int | None:
         """The value behind an argument of a call, or None."""
@@ -271,15 +286,23 @@ class Record(Follower):
         result = call.function(*args, **fill(call.kwargs))
         return list(tensors_in(args[0] if call.op == "__setitem__" else result))
 
+    def _stretch(self, given: set[int], target: int) -> list[Call]:
+        """The calls after the given values were made, up to the one that makes the target."""
+        starts = [self.values[n].producer for n in given]
+        first = min([-1 if s is None else s for s in starts], default=-1)
+        last = self.values[target].producer
+        return self.calls[first + 1 : 0 if last is None else last + 1]
+
     def affected(self, given: set[int], target: int) -> list[Call]:
         """The calls, in order, that carry a change of the given values to the target."""
         needed = {target}
         changed = set(given)
-        for call in self.calls:
+        stretch = self._stretch(given, target)
+        for call in stretch:
             if changed.intersection(call.inputs):
                 changed.update(set(call.outputs) - set(given))
         path = []
-        for call in reversed(self.calls):
+        for call in reversed(stretch):
             if needed.intersection(call.outputs) and changed.intersection(call.inputs):
                 needed.update(n for n in call.inputs if n in changed and n not in given)
                 path.append(call)
@@ -333,20 +356,28 @@ def random_parameters(module: nn.Module) -> Iterator[None]:
     generator = torch.Generator().manual_seed(0)
     saved = []
     try:
-        for parameter in module.parameters():
+        pool = torch.randn(POOL, generator=generator)
+        for count, parameter in enumerate(module.parameters()):
             saved.append((parameter, parameter.data))
             if parameter.is_floating_point():
-                parameter.data = _random_like(parameter.data, generator)
+                parameter.data = _random_like(parameter.data, pool, 7919 * count)
         yield
     finally:
         for parameter, data in saved:
             parameter.data = data
 
 
-def _random_like(tensor: Tensor, generator: torch.Generator) -> Tensor:
+POOL = 65_537
+"""How many random numbers are drawn and reused: a prime, so that no two rows come out equal."""
+
+
+def _random_like(tensor: Tensor, pool: Tensor, start: int) -> Tensor:
+    """Normal numbers scaled by the fan-in, or from 0.5 to 1.5 for gains and biases."""
+    count = tensor.numel()
+    pool = pool.roll(-start)
+    drawn = pool.repeat(-(-count // POOL))[:count].reshape(tensor.shape)
     if tensor.ndim < 2:
-        drawn = 0.5 + torch.rand(tensor.shape, generator=generator)
+        drawn = 1 + drawn.clamp(-1, 1) / 2
     else:
-        drawn = torch.randn(tensor.shape, generator=generator)
-        drawn /= max(tensor[0].numel(), 1) ** 0.5
+        drawn.mul_(max(tensor[0].numel(), 1) ** -0.5)
     return drawn.to(tensor.dtype).to(tensor.device)

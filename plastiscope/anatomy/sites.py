@@ -13,6 +13,7 @@ from plastiscope.anatomy.products import PRODUCTS, Product
 from plastiscope.anatomy.record import Call, ModuleCall, Record
 
 SUMS = {"add", "add_", "__radd__", "__add__"}
+SCALINGS = {"mul", "mul_", "div", "div_", "__truediv__", "true_divide", "multiply", "divide"}
 STATISTICS = {"rsqrt", "var", "std", "var_mean", "std_mean", "norm", "linalg_vector_norm", "sqrt"}
 
 
@@ -76,11 +77,13 @@ def norms(record: Record) -> list[Norm]:
         if norm is not None and not inside.intersection(range(part.start, part.stop)):
             found.append(norm)
             inside.update(range(part.start, part.stop))
-    found += [
-        _function_norm(record, call)
-        for call in record.calls
-        if call.op in NORMS and call.index not in inside and record.values[call.inputs[0]].live
-    ]
+    for call in record.calls:
+        if call.index in inside or not call.inputs or not record.values[call.inputs[0]].live:
+            continue
+        if call.op in NORMS:
+            found.append(_function_norm(record, call))
+        elif call.op in STATISTICS and (norm := _written_norm(record, call)) is not None:
+            found.append(norm)
     return sorted(found, key=lambda n: n.output)
 
 
@@ -119,21 +122,76 @@ def _function_norm(record: Record, call: Call) -> Norm:
     return Norm(path, call.inputs[0], call.outputs[0], weight, False)
 
 
+def _written_norm(record: Record, call: Call) -> Norm | None:
+    """A norm in arithmetic: values scaled by a statistic of themselves, then gain and shift."""
+    statistic, size = call.outputs[0], record.values[call.inputs[0]].tensor.numel()
+    for _ in range(6):
+        takers = record.consumers(statistic)
+        if len(takers) != 1 or not takers[0].outputs:
+            return None
+        step = takers[0]
+        others = [n for n in step.inputs if n != statistic and record.values[n].live]
+        if step.op in SCALINGS and others:
+            return _with_gain(record, others[0], step.outputs[0], call.inputs[0])
+        statistic = step.outputs[0]
+        if record.values[statistic].tensor.numel() > size:
+            return None
+    return None
+
+
+def _with_gain(record: Record, scaled: int, output: int, measured: int) -> Norm | None:
+    """The norm from its input, less the mean if it was taken off, to its gain and shift."""
+    source, made = scaled, record.call_of(scaled)
+    if made is not None and made.op in {"sub", "sub_", "__sub__"}:
+        source = made.inputs[0]
+    if not reaches(record, source, measured):
+        return None
+    weight: str | None = None
+    while len(takers := record.consumers(output)) == 1 and takers[0].op in SCALINGS | SUMS:
+        names = [record.name(n) for n in takers[0].inputs if record.values[n].learned]
+        names = [n for n in names if n is not None and not _is_live(record, n)]
+        if len(names) != 1:
+            break
+        weight = weight or (names[0] if takers[0].op in SCALINGS else None)
+        output = takers[0].outputs[0]
+    path = weight.rpartition(".")[0] if weight else takers[0].site.module if takers else ""
+    return Norm(path, source, output, weight, False)
+
+
+def _is_live(record: Record, name: str) -> bool:
+    return record.values[record.named(name)].live
+
+
 def residuals(record: Record, linear: list[Product]) -> list[Residual]:
-    """Every sum of a value with what a branch of linear maps made of it, in order."""
-    found = []
+    """Every sum of a value with what a branch of linear maps made of it, in order.
+
+    With `x + f(x) + g(x)` both sums have x as their skip.
+    """
+    found: dict[int, Residual] = {}
     for call in record.calls:
         pair = [n for n in call.inputs if record.values[n].live]
         if call.op not in SUMS or len(pair) != 2:
             continue
         if record.values[pair[0]].tensor.shape != record.values[pair[1]].tensor.shape:
             continue
-        skip, branch = pair if record.precedes(pair[0], pair[1]) else pair[::-1]
-        if record.precedes(skip, branch):
-            inner = tuple(p for p in linear if within(record, p, skip, branch))
+        ends = _skip_and_branch(record, pair, found)
+        if ends is not None:
+            inner = tuple(p for p in linear if within(record, p, *ends))
             if inner:
-                found.append(Residual(call, skip, branch, call.outputs[0], inner))
-    return found
+                found[call.outputs[0]] = Residual(call, *ends, call.outputs[0], inner)
+    return list(found.values())
+
+
+def _skip_and_branch(
+    record: Record, pair: list[int], found: dict[int, Residual]
+) -> tuple[int, int] | None:
+    for first, second in (pair, pair[::-1]):
+        if record.precedes(first, second):
+            return first, second
+    for first, second in (pair, pair[::-1]):
+        if first in found and record.precedes(found[first].skip, second):
+            return found[first].skip, second
+    return None
 
 
 def reaches(record: Record, first: int, second: int) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from plastiscope.anatomy.attention import attentions
+from plastiscope.anatomy.attention import Attention, attentions
 from plastiscope.anatomy.blocks import (
     Block,
     Scene,
@@ -15,11 +15,12 @@ from plastiscope.anatomy.blocks import (
     components_of,
     linear_component,
     norm_component,
+    seen,
 )
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix
 from plastiscope.anatomy.products import Product, products
 from plastiscope.anatomy.record import Record, random_parameters, record_pass
-from plastiscope.anatomy.sites import norms, reaches, residuals, site_of, within
+from plastiscope.anatomy.sites import norms, reaches, residuals, within
 from plastiscope.anatomy.stacks import stack_components
 from plastiscope.models.live import Batch
 
@@ -45,8 +46,8 @@ def _anatomy(record: Record) -> Anatomy:
     linear = products(record)
     normalised = norms(record)
     attention = attentions(record, linear, normalised)
-    scene = Scene(record, linear, attention, normalised, residuals(record, linear))
-    head = _head(scene)
+    head = _head(record, linear, attention)
+    scene = Scene(record, linear, attention, normalised, residuals(record, linear), head)
     found = blocks(scene)
     parts = _embedding(scene, found)
     for block in found:
@@ -68,16 +69,15 @@ def _anatomy(record: Record) -> Anatomy:
     )  # fmt: skip
 
 
-def _head(scene: Scene) -> Product | None:
+def _head(record: Record, linear: list[Product], attention: list[Attention]) -> Product | None:
     """The linear map that makes the output."""
-    record = scene.record
     ends = [
         p
-        for p in scene.linear
+        for p in linear
         if reaches(record, p.output, record.output)
-        and not any(record.precedes(p.output, q.output) for q in scene.linear)
+        and not any(record.precedes(p.output, q.output) for q in linear)
     ]
-    after = [a.output for a in scene.attention]
+    after = [a.output for a in attention]
     return ends[0] if ends and ends[0] not in after else None
 
 
@@ -96,7 +96,7 @@ def _embedding(scene: Scene, found: list[Block]) -> list[Component]:
     makers = [p for p in scene.linear if reaches(record, p.output, start)]
     weights += [p.matrix for p in makers]
     path = weights[0].tensor.rpartition(".")[0] if weights else ""
-    return [Component("embedding", None, path, tuple(weights), (), site_of(record, start))]
+    return [seen(scene, Component("embedding", None, path, tuple(weights)), start)]
 
 
 def _final_norm(scene: Scene, found: list[Block], head: Product | None) -> list[Component]:
@@ -122,24 +122,30 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
     for product in scene.linear:
         if product.tensor not in claimed:
             claimed.add(product.tensor)
-            extra.append(
-                linear_component(scene, product.path, product, _block_of(found, product.path))
-            )
+            name, block = _own_name(product.tensor), _block_of(found, product.tensor)
+            extra.append(linear_component(scene, name, product, block))
     for norm in scene.norms:
         if norm.weight and norm.weight not in claimed:
             claimed.add(norm.weight)
-            extra.append(norm_component(scene, norm.path, norm, _block_of(found, norm.path)))
+            name, block = _own_name(norm.weight), _block_of(found, norm.weight)
+            extra.append(norm_component(scene, name, norm, block))
     owners |= {c.path for c in extra}
     for name, parameter in record.module.named_parameters():
         owner = name.rpartition(".")[0]
         if (
-            name in claimed
+            name.rpartition("_")[0] in claimed
+            or name in claimed
             or (owner in owners and parameter.ndim == 1)
             or "parametrizations." in name
         ):
             continue
         extra.append(Component(name, _block_of(found, name), owner, (Matrix(name),)))
     return extra
+
+
+def _own_name(tensor: str) -> str:
+    """A component's name when it has no canonical one: its module's path, or the tensor's."""
+    return tensor[: -len(".weight")] if tensor.endswith(".weight") else tensor
 
 
 def _block_of(found: list[Block], path: str) -> int | None:

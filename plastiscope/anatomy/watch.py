@@ -149,46 +149,54 @@ class Watch(Follower):
     def _fused(
         self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
     ) -> None:
-        site = self.attention[key]
         named = {name: self._keep(value) for name, value in kwargs.items()}
-        q, k, v = (sdpa_argument(args, named, n) for n in ("query", "key", "value"))
-        mask, causal = (
-            sdpa_argument(args, named, "attn_mask"),
-            sdpa_argument(args, named, "is_causal"),
-        )
-        scale = kwargs.get("scale")
-        arranged = _Arranged(site)
-        q, k, v = arranged.q(q), arranged.shared(site.k, k), arranged.shared(site.v, v)
-        visible, bias = _mask(mask, bool(causal), q, k)
-        bias = None if bias is None else arranged.map(bias)
-        visible = None if visible is None else arranged.map(visible)
-
-        def logits() -> Tensor:
-            return _logits(q, k, scale, bias, visible, site)
-
-        output = arranged.q(self._keep(result), site.output)
+        call = fused_call(self.attention[key], args, named, self._keep(result))
         self.fired[key] += 1
-        self.on_attention(key, AttentionCall(q, k, v, output, visible, logits))
+        self.on_attention(key, call)
 
     def _explicit(self, key: Hashable) -> None:
-        site, held = self.attention[key], self._held.pop(key)
-        if len(held) < 6:
-            return
-        arranged = _Arranged(site)
-        q, k, v = (
-            arranged.q(held["q"]),
-            arranged.shared(site.k, held["k"]),
-            arranged.shared(site.v, held["v"]),
-        )
-        assert site.scores is not None and site.probabilities is not None
-        scores = arranged.operand(site.scores, held["scores"])
-        maps = arranged.operand(site.probabilities, held["probabilities"])
-        maps = maps if maps.dtype == torch.float64 else maps.float()
-        seen = scores > HIDDEN
-        visible = None if bool(seen.all()) else seen
-        output = arranged.q(held["output"], site.output)
-        self.fired[key] += 1
-        self.on_attention(key, AttentionCall(q, k, v, output, visible, lambda: scores, maps))
+        held = self._held.pop(key)
+        if len(held) == 6:
+            self.fired[key] += 1
+            self.on_attention(key, explicit_call(self.attention[key], held))
+
+
+def fused_call(
+    site: AttentionSite, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Tensor
+) -> AttentionCall:
+    """The attention that one call of scaled_dot_product_attention computed."""
+    arranged = _Arranged(site)
+    given = dict(kwargs)
+    q = arranged.q(sdpa_argument(args, given, "query"))
+    k = arranged.shared(site.k, sdpa_argument(args, given, "key"))
+    v = arranged.shared(site.v, sdpa_argument(args, given, "value"))
+    mask, causal = sdpa_argument(args, given, "attn_mask"), sdpa_argument(args, given, "is_causal")
+    seen, added = _mask(mask, bool(causal), q, k)
+    bias = None if added is None else arranged.map(added)
+    visible = None if seen is None else arranged.map(seen)
+    scale = given.get("scale")
+    output = arranged.q(result, site.output)
+    return AttentionCall(
+        q, k, v, output, visible, lambda: _logits(q, k, scale, bias, visible, site)
+    )
+
+
+def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionCall:
+    """The attention that a softmax between two products computed; `held` by operand name."""
+    arranged = _Arranged(site)
+    assert site.scores is not None and site.probabilities is not None
+    scores = arranged.operand(site.scores, held["scores"])
+    maps = arranged.operand(site.probabilities, held["probabilities"])
+    seen = scores > HIDDEN
+    return AttentionCall(
+        arranged.q(held["q"]),
+        arranged.shared(site.k, held["k"]),
+        arranged.shared(site.v, held["v"]),
+        arranged.q(held["output"], site.output),
+        None if bool(seen.all()) else seen,
+        lambda: scores,
+        maps if maps.dtype == torch.float64 else maps.float(),
+    )
 
 
 @dataclass(frozen=True)

@@ -81,3 +81,122 @@ class FusedGPT(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(self.ln_f(x))
+
+
+class EinsumViT(nn.Module):
+    """A ViT without modules: parameters only, one [3, H, d, dh] for q, k and v, average pooling."""
+
+    def __init__(self, width: int = 12, heads: int = 3, layers: int = 2, classes: int = 4) -> None:
+        super().__init__()
+        self.layers, self.width = layers, width
+        shapes = {
+            "qkv": (3, heads, width, width // heads),
+            "out": (heads, width // heads, width),
+            "gain1": (width,),
+            "gain2": (width,),
+            "up": (width, 4 * width),
+            "up_bias": (4 * width,),
+            "down": (4 * width, width),
+        }
+        self.weights = nn.ParameterDict(
+            {
+                f"{name}_{k}": nn.Parameter(torch.randn(shape) * 0.3)
+                for k in range(layers)
+                for name, shape in shapes.items()
+            }
+        )
+        self.patch = nn.Parameter(torch.randn(3 * 16, width) * 0.2)
+        self.places = nn.Parameter(torch.randn(16, width))
+        self.to_logits = nn.Parameter(torch.randn(classes, width))
+
+    def norm(self, x: Tensor, name: str) -> Tensor:
+        return F.layer_norm(x, (self.width,), self.weights[name])
+
+    def attend(self, x: Tensor, k: int) -> Tensor:
+        q, key, v = torch.einsum("btd,shdk->sbhtk", x, self.weights[f"qkv_{k}"])
+        scores = torch.einsum("bhik,bhjk->bhij", q, key) * q.shape[-1] ** -0.5
+        mixed = torch.einsum("bhij,bhjk->bhik", torch.softmax(scores, dim=-1), v)
+        return torch.einsum("bhtk,hkd->btd", mixed, self.weights[f"out_{k}"])
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = F.unfold(images, 4, stride=4).transpose(1, 2)
+        x = patches @ self.patch + self.places
+        for k in range(self.layers):
+            x = x + self.attend(self.norm(x, f"gain1_{k}"), k)
+            h = self.norm(x, f"gain2_{k}") @ self.weights[f"up_{k}"] + self.weights[f"up_bias_{k}"]
+            h = 0.5 * h * (1 + torch.tanh(0.7978845608 * (h + 0.044715 * h**3)))
+            x = x + h @ self.weights[f"down_{k}"]
+        return x.mean(1) @ self.to_logits.t()
+
+
+class ConvViT(nn.Module):
+    """q, k and v from one 1x1 convolution, attention over pixels with channels first."""
+
+    def __init__(self, width: int = 12, heads: int = 3, layers: int = 2, classes: int = 4) -> None:
+        super().__init__()
+        self.heads = heads
+        self.stem = nn.Conv2d(3, width, 4, stride=4)
+        self.norms = nn.ModuleList(nn.GroupNorm(1, width) for _ in range(2 * layers))
+        self.qkv = nn.ModuleList(nn.Conv2d(width, 3 * width, 1, bias=False) for _ in range(layers))
+        self.out = nn.ModuleList(nn.Conv2d(width, width, 1) for _ in range(layers))
+        self.up = nn.ModuleList(nn.Conv2d(width, 2 * width, 1) for _ in range(layers))
+        self.down = nn.ModuleList(nn.Conv2d(2 * width, width, 1) for _ in range(layers))
+        self.classify = nn.Linear(width, classes)
+
+    def attend(self, x: Tensor, k: int) -> Tensor:
+        b, c, height, width = x.shape
+        q, key, v = self.qkv[k](x).reshape(b, 3, self.heads, c // self.heads, -1).unbind(1)
+        maps = (q.transpose(-2, -1) @ key).div(q.shape[-2] ** 0.5).softmax(-1)
+        mixed = v @ maps.transpose(-2, -1)
+        return self.out[k](mixed.reshape(b, c, height, width))
+
+    def forward(self, images: Tensor) -> Tensor:
+        x = self.stem(images)
+        for k in range(len(self.qkv)):
+            x = x + self.attend(self.norms[2 * k](x), k)
+            h = self.up[k](self.norms[2 * k + 1](x))
+            x = x + self.down[k](F.silu(h, inplace=True))
+        return self.classify(x.mean((2, 3)))
+
+
+class PlainGPT(nn.Module):
+    """All written out: x @ W, RMSNorm in arithmetic, heads interleaved, parallel branches."""
+
+    def __init__(
+        self, width: int = 12, heads: int = 3, layers: int = 2, vocabulary: int = 9
+    ) -> None:
+        super().__init__()
+        self.heads, self.depth = heads, layers
+        self.table = nn.Parameter(torch.randn(vocabulary, width))
+        for k in range(layers):
+            for name, shape in {
+                "g": (width,),
+                "wqkv": (width, 3 * width),
+                "wo": (width, width),
+                "w1": (width, 3 * width),
+                "w2": (3 * width, width),
+            }.items():
+                self.register_parameter(f"{name}{k}", nn.Parameter(torch.randn(shape) * 0.3))
+        self.g = nn.Parameter(torch.ones(width))
+
+    @staticmethod
+    def norm(x: Tensor, gain: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6) * gain
+
+    def attend(self, x: Tensor, weight: Tensor) -> Tensor:
+        b, t, d = x.shape
+        qkv = (x @ weight).view(b, t, self.heads, 3, d // self.heads).permute(3, 0, 2, 1, 4)
+        q, k, v = qkv[0], qkv[1], qkv[2]
+        scores = torch.matmul(q, k.mT) / (d // self.heads) ** 0.5
+        scores = scores + torch.full((t, t), float("-inf")).triu(1)
+        return torch.matmul(scores.softmax(-1), v).transpose(1, 2).reshape(b, t, d)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = F.embedding(tokens, self.table)
+        for k in range(self.depth):
+            g, wqkv, wo, w1, w2 = (
+                getattr(self, f"{n}{k}") for n in ("g", "wqkv", "wo", "w1", "w2")
+            )
+            h = self.norm(x, g)
+            x = x + self.attend(h, wqkv) @ wo + torch.relu(h @ w1).square() @ w2
+        return self.norm(x, self.g) @ self.table.t()

@@ -1,0 +1,290 @@
+"""Prove a map: from the canonical slices alone, compute what the model's attention computed.
+
+For each head everything but its own rows is left out of the projection, and the model's own steps
+from there to the attention (norms, rotary positions) are run again. A wrong layout leaves out what
+the head needs, so the result differs.
+
+Axes: B inputs, H heads, T tokens, dh head width.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plastiscope.anatomy.attention import SDPA, feeding, following, reached
+from plastiscope.anatomy.flow import NORMS
+from plastiscope.anatomy.parts import Anatomy, AttentionSite, Component, Matrix, Operand
+from plastiscope.anatomy.products import Product, operands_of, products
+from plastiscope.anatomy.record import Call, Record, record_pass
+from plastiscope.anatomy.sites import Norm, norms, reaches
+from plastiscope.anatomy.watch import AttentionCall, explicit_call, fused_call
+from plastiscope.models.live import Batch
+
+TOLERANCE = {torch.float64: 1e-6}
+"""Largest error, relative to the largest value, that still proves a map; 1e-5 below float64."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether one block's map is right. `error` is the largest difference of q, k, v, attention
+    probabilities, attention output and projected output from the model's own, each relative to
+    its largest value; `reason` says what failed first."""
+
+    block: int
+    ok: bool
+    error: float
+    tolerance: float
+    reason: str = ""
+
+
+def verify(
+    module: nn.Module,
+    forward: Callable[[Batch], Tensor],
+    batch: Batch,
+    anatomy: Anatomy,
+    tensors: Mapping[str, Tensor],
+) -> tuple[Proof, ...]:
+    """One proof for every attention of the anatomy, on the module's present weights.
+
+    `tensors` gives the effective weights by the anatomy's names: the checkpoint's own.
+    """
+    record = record_pass(module, forward, batch)
+    scene = _Scene(record, {p.call.index: p for p in products(record)}, norms(record), tensors)
+    parts = {(c.name, c.block): c for c in anatomy.components}
+    return tuple(
+        _proof(scene, block, site, {x: parts.get((x, block)) for x in (*"qkv", "attention_output")})
+        for block, site in anatomy.attention.items()
+    )
+
+
+@dataclass(frozen=True)
+class _Scene:
+    record: Record
+    linear: dict[int, Product]
+    norms: Sequence[Norm]
+    tensors: Mapping[str, Tensor]
+
+
+class RefutedError(Exception):
+    """The map can't be right, and why."""
+
+
+def _proof(
+    scene: _Scene, block: int, site: AttentionSite, parts: Mapping[str, Component | None]
+) -> Proof:
+    record = scene.record
+    dtype = record.values[record.at(_operand(site, "q").site)].tensor.dtype
+    tolerance = TOLERANCE.get(dtype, 1e-5)
+    errors: dict[str, float] = {}
+    try:
+        rebuilt = {x: _rebuilt(scene, site, x, parts[x]) for x in "qkv"}
+        for x, value in rebuilt.items():
+            errors[x] = _error(value, record.values[record.at(_operand(site, x).site)].tensor)
+        own, new = _attention(record, site, {}), _attention(record, site, rebuilt)
+        errors["probabilities"] = _error(new.probabilities, own.probabilities)
+        errors["attention output"] = _error(_mixed(new, site), own.output)
+        if parts["attention_output"] is not None and parts["attention_output"].heads:
+            errors["attention_output"] = _projected(scene, site, parts["attention_output"])
+    except (RefutedError, LookupError) as refuted:
+        return Proof(block, False, math.inf, tolerance, str(refuted))
+    wrong = [x for x, error in errors.items() if not error <= tolerance]
+    worst = max(errors.values(), key=lambda e: math.inf if math.isnan(e) else e)
+    reason = f"{wrong[0]} rebuilt from the slices differs from the model's own" if wrong else ""
+    return Proof(block, not wrong, worst, tolerance, reason)
+
+
+def _operand(site: AttentionSite, name: str) -> Operand:
+    operand: Operand | None = getattr(site, name)
+    if operand is None:
+        raise RefutedError(f"where {name} lies in the attention isn't known")
+    return operand
+
+
+def _error(new: Tensor, own: Tensor) -> float:
+    scale = max(own.abs().max().item(), 1e-30)
+    return ((new - own).abs().max() / scale).item()
+
+
+# --- q, k and v ---
+
+
+def _rebuilt(scene: _Scene, site: AttentionSite, letter: str, part: Component | None) -> Tensor:
+    """q, k or v as it arrives at the attention, each head from its own slice alone."""
+    record, operand = scene.record, _operand(site, letter)
+    number = record.at(operand.site)
+    if part is None or not part.heads:
+        raise RefutedError(f"{letter} has no heads")
+    sources = feeding(record, number, scene.linear)
+    if len(sources) != 1 or any(h.tensor != sources[0].tensor for h in part.heads):
+        raise RefutedError(f"{letter} doesn't come from {part.heads[0].tensor} alone")
+    product = sources[0]
+    _refuse_overlap(
+        part.heads, product, letter, record.values[number].tensor.shape[operand.axes[-1]]
+    )
+    made = _product_output(scene, product, part.heads)
+    value = _by_head(scene, site, letter, part.heads, product, made, product.output)
+    own = record.values[number].tensor
+    for norm in reversed(scene.norms):
+        if _error(value, own) <= TOLERANCE.get(own.dtype, 1e-5):
+            break
+        if reaches(record, product.output, norm.source) and reaches(record, norm.output, number):
+            normed = record.run_again({product.output: made}, norm.output)
+            value = _by_head(scene, site, letter, part.heads, product, normed, norm.output)
+    return value
+
+
+def _refuse_overlap(heads: Sequence[Matrix], product: Product, letter: str, width: int) -> None:
+    """Heads that share rows, or have more than they are wide, would be proved by excess."""
+    rows = [_rows(head, product) for head in heads]
+    count = len(set(torch.cat(rows).tolist()))
+    if count != sum(map(len, rows)) or len({len(r) for r in rows}) != 1:
+        raise RefutedError(f"heads of {letter} share rows or differ in size")
+    if len(rows[0]) > width:
+        raise RefutedError(f"a head of {letter} has {len(rows[0])} rows for a width of {width}")
+
+
+def _product_output(scene: _Scene, product: Product, heads: Sequence[Matrix]) -> Tensor:
+    """The projection's output with a weight that holds the heads' slices and zeros elsewhere."""
+    record = scene.record
+    weight = torch.zeros_like(record.values[record.named(product.tensor)].tensor)
+    for head in heads:
+        weight = _filled(weight, head, scene.tensors[head.tensor])
+    return _with_weight(record, product, weight, record.values[product.source].tensor)
+
+
+def _with_weight(record: Record, product: Product, weight: Tensor, source: Tensor) -> Tensor:
+    pair = operands_of(record, product.call)
+    assert pair is not None
+    operand = pair[0] if pair[1] == product.source else pair[1]
+    base = record.named(product.tensor)
+    if operand != base:
+        weight = record.run_again({base: weight}, operand)
+    return record.outputs_with(product.call, {operand: weight, product.source: source})[0]
+
+
+def _filled(weight: Tensor, matrix: Matrix, source: Tensor) -> Tensor:
+    """A weight with the matrix's elements copied from the source tensor."""
+    place = matrix.of(torch.arange(weight.numel()).reshape(weight.shape)).flatten()
+    filled = weight.flatten().clone()
+    filled[place] = source.to(weight).flatten()[place]
+    return filled.reshape(weight.shape)
+
+
+def _by_head(
+    scene: _Scene,
+    site: AttentionSite,
+    letter: str,
+    heads: Sequence[Matrix],
+    product: Product,
+    made: Tensor,
+    start: int,
+) -> Tensor:
+    """The value at the attention, each head computed with all rows but its own set to zero."""
+    record, operand = scene.record, _operand(site, letter)
+    number = record.at(operand.site)
+    rows = _row_numbers(scene, product, start)
+    value = torch.zeros_like(record.values[number].tensor)
+    arriving = _arriving(site, letter, value, operand)
+    for k, head in enumerate(heads):
+        own = torch.isin(rows, _rows(head, product))
+        masked = torch.where(own, made, torch.zeros((), dtype=made.dtype))
+        new = masked if start == number else record.run_again({start: masked}, number)
+        value = torch.where(arriving == k, new, value)
+    return value
+
+
+def _row_numbers(scene: _Scene, product: Product, start: int) -> Tensor:
+    shortcuts = {n.output: n.source for n in scene.norms}
+    rows = reached(scene.record, product, start, frozenset(NORMS), shortcuts)
+    if rows is None:
+        raise RefutedError("a norm moves the projection's rows")
+    return rows
+
+
+def _rows(head: Matrix, product: Product) -> Tensor:
+    if head.columns is not None or head.out_axes != product.matrix.out_axes:
+        raise RefutedError(f"a head isn't rows of {head.tensor} as the model uses it")
+    return torch.tensor(head.rows if head.rows is not None else range(product.height))
+
+
+def _arriving(site: AttentionSite, letter: str, value: Tensor, operand: Operand) -> Tensor:
+    """For each element of an operand the head whose it is; grouped heads may arrive repeated."""
+    axis = operand.axes[-3] if len(operand.axes) > 2 else None
+    if axis is None or operand.folded == 1:
+        return torch.zeros(value.shape, dtype=torch.int64)
+    count = operand.folded or value.shape[axis]
+    head = torch.arange(value.shape[axis]) % count
+    if letter != "q" and count == site.heads and len(site.kv_of_head) == site.heads:
+        head = torch.tensor(site.kv_of_head)[head]
+    return head.reshape([-1 if a == axis else 1 for a in range(value.ndim)]).expand(value.shape)
+
+
+# --- the attention and what follows ---
+
+
+def _attention(record: Record, site: AttentionSite, new: Mapping[str, Tensor]) -> AttentionCall:
+    """The attention with some operands replaced: by the model's own explicit steps, or anew."""
+    given = {record.at(_operand(site, x).site): value for x, value in new.items()}
+    if site.site.op == SDPA:
+        call = _call_at(record, site)
+        args = tuple(_fill(record, a, given) for a in call.args)
+        kwargs = {k: _fill(record, a, given) for k, a in call.kwargs.items()}
+        return fused_call(site, args, kwargs, record.values[call.outputs[0]].tensor)
+    held = {}
+    for name in ("q", "k", "v", "scores", "probabilities", "output"):
+        number = record.at(_operand(site, name).site)
+        fixed = given.get(number, record.values[number].tensor)
+        late = name in ("scores", "probabilities", "output") and given
+        held[name] = record.run_again(given, number) if late else fixed
+    return explicit_call(site, held)
+
+
+def _call_at(record: Record, site: AttentionSite) -> Call:
+    call = record.call_of(record.at(site.site))
+    if call is None:
+        raise RefutedError("the attention wasn't reached")
+    return call
+
+
+def _fill(record: Record, item: object, given: Mapping[int, Tensor]) -> object:
+    number = record.value(item)
+    return item if number is None else given.get(number, record.values[number].tensor)
+
+
+def _mixed(call: AttentionCall, site: AttentionSite) -> Tensor:
+    """Probabilities times v: [B, H, T, dh]."""
+    v = call.v
+    if v.shape[1] != call.q.shape[1]:
+        v = v[:, list(site.kv_of_head)]
+    return call.probabilities.to(v) @ v
+
+
+def _projected(scene: _Scene, site: AttentionSite, part: Component) -> float:
+    """The error of the output projection as a sum over heads, each through its own columns."""
+    record, operand = scene.record, _operand(site, "output")
+    start = record.at(operand.site)
+    after = following(record, start, scene.linear)
+    if not after or after[0].tensor != part.heads[0].tensor:
+        raise RefutedError(f"the attention output doesn't go into {part.heads[0].tensor}")
+    product, mixed = after[0], record.values[start].tensor
+    if any(
+        record.precedes(start, n.output) and reaches(record, n.output, product.source)
+        for n in scene.norms
+    ):
+        return 0.0  # a norm over all heads stands between: no head passes through it alone
+    heads = _arriving(site, "q", mixed, operand)
+    weight = record.values[record.named(product.tensor)].tensor
+    nothing = torch.zeros_like(record.values[product.source].tensor)
+    bias = _with_weight(record, product, torch.zeros_like(weight), nothing)
+    total = bias.clone()
+    for k, head in enumerate(part.heads):
+        own = torch.where(heads == k, mixed, torch.zeros((), dtype=mixed.dtype))
+        source = own if start == product.source else record.run_again({start: own}, product.source)
+        slices = _filled(torch.zeros_like(weight), head, scene.tensors[head.tensor])
+        total = total + _with_weight(record, product, slices, source) - bias
+    return _error(total, record.values[product.output].tensor)
