@@ -207,7 +207,11 @@ def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
     At the first, middle and last checkpoint; `quantile` is 0 for the least, 1 for the greatest.
     """
-    parts = [*_extremes(table, choice), *_quantiles(table, choice)]
+    parts = _jacobian(table, choice, "jacobian_sigma_min", 0.0)
+    parts += _jacobian(table, choice, "jacobian_sigma_max", 1.0)
+    for percent in (5, 25, 50, 75, 95):
+        word = f"sigma quantile={percent}"
+        parts += _jacobian(table, choice, "jacobian_sigma", percent / 100, word)
     if not parts:
         raise NotEnoughEvidenceError("the tables hold no Jacobian singular values")
     data = pd.concat(parts, ignore_index=True)
@@ -222,36 +226,20 @@ def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     return data.assign(place=[places[None if pd.isna(b) else int(b), name] for b, name in keys])
 
 
-def _extremes(table: pd.DataFrame, choice: Choice) -> list[pd.DataFrame]:
-    parts = []
-    for metric, quantile in (("jacobian_sigma_min", 0.0), ("jacobian_sigma_max", 1.0)):
-        try:
-            data = pick(table, choice, metric, ("jacobian",))
-        except NotEnoughEvidenceError:
-            continue
-        parts.append(grouped(data, choice).assign(quantile=quantile))
-    return parts
+def _jacobian(
+    table: pd.DataFrame, choice: Choice, metric: str, quantile: float, word: str = ""
+) -> list[pd.DataFrame]:
+    """Means over inputs; exact and estimated components have parameters of their own."""
 
+    def mean(parameters: str) -> bool:
+        parts = parameters.split(", ")
+        return parts[0] == "mean" and (not word or word in parts)
 
-def _quantiles(table: pd.DataFrame, choice: Choice) -> list[pd.DataFrame]:
-    names = [n for n in table["metric"].dropna().unique() if str(n).startswith("jacobian")]
-    parts = []
-    for metric in (str(name) for name in names if "quantile" in str(name)):
-        for parameters in table.loc[table["metric"] == metric, "parameters"].dropna().unique():
-            share = _share(str(parameters))
-            if share is not None:
-                data = pick(table, replace(choice, parameters=str(parameters)), metric)
-                parts.append(grouped(data, choice).assign(quantile=share))
-    return parts
-
-
-def _share(parameters: str) -> float | None:
-    """The quantile that a parameters text such as "q=0.5" or "quantile=0.5" names."""
-    for part in parameters.replace(";", ",").split(","):
-        name, _, value = part.strip().partition("=")
-        if name in ("q", "quantile"):
-            return float(value)
-    return None
+    try:
+        data = pick(table, choice, metric, ("jacobian",), matching=mean)
+    except NotEnoughEvidenceError:
+        return []
+    return [] if data.empty else [grouped(data, choice).assign(quantile=quantile)]
 
 
 def draw_jacobian(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:

@@ -9,7 +9,7 @@ head, index). Two different values for one place are an error, never averaged aw
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,13 +63,15 @@ def pick(
     *,
     tokens: str | None = None,
     parameters: str | Sequence[str] = (),
+    matching: Callable[[str], bool] | None = None,
     indexed: bool = False,
 ) -> pd.DataFrame:
     """The rows of one metric, restricted to the choice.
 
     `subjects` are tried in order and the first that has rows is taken (`choice.subject` goes
     first); without any, the first subject that has the metric. `tokens` None means all tokens.
-    Where rows of several parameters exist, the first of `parameters` that is there is the default.
+    Where rows of several parameters exist, the first of `parameters` that is there is the default;
+    with `matching`, all rows whose parameters match are taken (they differ by component).
     Columns of the result: run, checkpoint, x, point (rank of the checkpoint within its run), block,
     component, head, index (floats, NaN for null), segment, value, standard_error, maximum, rows,
     columns, status, subject, parameters.
@@ -84,7 +86,10 @@ def pick(
     if rows.empty:
         of = "what was chosen" if tokens is None else f"{tokens.upper()} tokens"
         raise NotEnoughEvidenceError(f"the tables hold no {metric} of {of}")
-    rows = _one(rows, "parameters", choice.parameters, parameters)
+    if matching is None:
+        rows = _one(rows, "parameters", choice.parameters, parameters)
+    else:
+        rows = rows[[matching(str(text)) for text in rows["parameters"]]]
     rows = _one(rows, "probe", choice.probe)
     rows = _named_runs(rows, choice)
     rows["x"] = _x(rows, choice)

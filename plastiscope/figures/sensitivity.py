@@ -104,7 +104,7 @@ def draw_rate_box(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
 def rate_bound_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Measured rate of change and its theoretical bound, component by component and block."""
     measured = rate_data(table, choice)
-    bound = pick(table, choice, "rate_of_change_bound")
+    bound = pick(table, choice, "rate_of_change_bound", matching=lambda _: True)
     bound = grouped(bound[bound["block"].notna() & bound["head"].isna()], choice)
     keys = ["run", "point", "block", "component"]
     both = measured.merge(bound[[*keys, "value"]].rename(columns={"value": "bound"}), on=keys)

@@ -128,6 +128,12 @@ def table(
     return read(out)
 
 
+def jacobian(metric, value, name, block, more=""):
+    method = "lanczos" if name == "attention_output" else "exact"
+    parameters = f"mean, method={method}{more}"
+    return Row(metric, "jacobian", value, name, block, parameters=parameters)
+
+
 def study(step, seed=0, blocks=3, inputs=6):
     """Rows of the other studies: spectra, Jacobians, tangent kernel, probing loss, rates."""
     rng = np.random.default_rng([seed, step, 3])
@@ -146,13 +152,15 @@ def study(step, seed=0, blocks=3, inputs=6):
                 )
         for name in ("norm1", "attention_output", "norm2", "fc1", "fc2"):
             rate = 1 + block + step / 4 + rng.random()
-            rows.append(Row("rate_of_change", "feature", rate, name, block, standard_error=0.1))
-            rows.append(Row("rate_of_change_bound", "feature", 40 * rate, name, block))
-            rows.append(Row("jacobian_sigma_min", "jacobian", 0.01 / (step + 1), name, block))
-            rows.append(Row("jacobian_sigma_max", "jacobian", 3.0 + step, name, block))
+            rows.append(Row("rate_of_change", "sensitivity", rate, name, block, standard_error=0.1))
+            rows.append(
+                Row("rate_of_change_bound", "sensitivity", 40 * rate, name, block, parameters=name)
+            )
+            rows.append(jacobian("jacobian_sigma_min", 0.01 / (step + 1), name, block))
+            rows.append(jacobian("jacobian_sigma_max", 3.0 + step, name, block))
             rows += [
-                Row("jacobian_quantile", "jacobian", 2 * q, name, block, parameters=f"q={q}")
-                for q in (0.1, 0.5, 0.9)
+                jacobian("jacobian_sigma", q / 50, name, block, f", sigma quantile={q}")
+                for q in (5, 25, 50, 75, 95)
             ]
         for head in range(2):
             rows.append(Row("lazy_head", "attention", float(step > 4), "attention", block, head))

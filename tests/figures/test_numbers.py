@@ -404,3 +404,19 @@ def test_choice_of_head(tmp_path):
     assert [axes.get_title() for axes in figure.axes] == ["head 1", "head 3"]
     chosen = replace(choose(), heads=(0,))
     assert set(figures.head_rank.data(table, chosen)["head"]) == {0}
+
+
+def test_jacobian_quantiles_of_exact_and_estimated_components(tmp_path):
+    data = figures.jacobian_depth.data(tables.table(tmp_path, tables.study, points=3), choose())
+    assert sorted(data["quantile"].unique()) == [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]
+    assert set(data["component"]) == {"norm1", "attention_output", "norm2", "fc1", "fc2"}
+    median = data[data["quantile"] == 0.5]
+    assert (median["value"] == 1.0).all() and len(median) == 3 * 3 * 5
+    greatest = data[(data["quantile"] == 1) & (data["x"] == 2000)]
+    assert (greatest["value"] == 5.0).all()
+
+
+def test_bounds_of_every_component_are_drawn(tmp_path):
+    data = figures.rate_bound.data(tables.table(tmp_path, tables.study, points=2), choose())
+    assert len(data) == 15
+    np.testing.assert_allclose(data["bound"], 40 * data["value"])
