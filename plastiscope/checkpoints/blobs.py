@@ -37,8 +37,11 @@ class Blob(Protocol):
     def read(self, offset: int, length: int) -> bytes:
         """At most `length` bytes from `offset`; fewer only at the end."""
 
-    def view(self, offset: int, length: int) -> memoryview:
-        """Exactly `length` writable bytes that aren't written back; raises UnreadableError."""
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
+        """Exactly `length` writable bytes that aren't written back; raises UnreadableError.
+
+        With `whole` they will all be used, else only a few of them.
+        """
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class FileBlob:
             file.seek(offset)
             return file.read(min(length, max(self.size - offset, 0)))
 
-    def view(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
         if length == 0:
             return memoryview(bytearray())
         start = offset - offset % mmap.ALLOCATIONGRANULARITY
@@ -65,11 +68,14 @@ class FileBlob:
             # A map past the end kills the process on first touch: ask the file, not the listing.
             if os.fstat(file.fileno()).st_size < offset + length:
                 raise UnreadableError(f"truncated: {self.path.name} ends before its data")
+            if whole and hasattr(os, "posix_fadvise"):
+                # The disk reads ahead while the first pages are already in use.
+                os.posix_fadvise(
+                    file.fileno(), start, offset + length - start, os.POSIX_FADV_WILLNEED
+                )
             mapped = mmap.mmap(
                 file.fileno(), offset + length - start, access=mmap.ACCESS_COPY, offset=start
             )
-        if hasattr(mmap, "MADV_SEQUENTIAL"):
-            mapped.madvise(mmap.MADV_SEQUENTIAL)
         return memoryview(mapped)[offset - start :]
 
 
@@ -87,7 +93,7 @@ class BytesBlob:
     def read(self, offset: int, length: int) -> bytes:
         return self.data[offset : offset + length]
 
-    def view(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
         if offset + length > len(self.data):
             raise UnreadableError(f"truncated: {self.name} ends before its data")
         return memoryview(bytearray(self.data[offset : offset + length]))
@@ -105,10 +111,10 @@ class PartBlob:
     def read(self, offset: int, length: int) -> bytes:
         return self.whole.read(self.start + offset, min(length, max(self.size - offset, 0)))
 
-    def view(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
         if offset + length > self.size:
             raise UnreadableError(f"truncated: {self.name} ends before its data")
-        return self.whole.view(self.start + offset, length)
+        return self.whole.view(self.start + offset, length, whole=whole)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ class RemoteBlob:
 
         return retried(fetch, self.path)
 
-    def view(self, offset: int, length: int) -> memoryview:
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
         if offset + length > self.size:
             raise UnreadableError(f"truncated: {self.name} ends before its data")
         return memoryview(bytearray(self.read(offset, length)))

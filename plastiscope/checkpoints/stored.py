@@ -42,7 +42,7 @@ class Storage:
                 )
             self.checked = True
             return whole[start : start + length]
-        return self.blob.view(self.offset + start, length)
+        return self.blob.view(self.offset + start, length, whole=check)
 
 
 @dataclass(frozen=True, eq=False)

@@ -160,8 +160,8 @@ class Member:
     def read(self, offset: int, length: int) -> bytes:
         return self.part.read(offset, length)
 
-    def view(self, offset: int, length: int) -> memoryview:
-        return self.part.view(offset, length)
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
+        return self.part.view(offset, length, whole=whole)
 
 
 def _storage_id(pid: Any) -> tuple[Any, str, Any, int]:
@@ -223,8 +223,8 @@ class PartOf:
     def read(self, offset: int, length: int) -> bytes:
         return self._storage.blob.read(self._storage.offset + offset, length)
 
-    def view(self, offset: int, length: int) -> memoryview:
-        return self._storage.blob.view(self._storage.offset + offset, length)
+    def view(self, offset: int, length: int, *, whole: bool = True) -> memoryview:
+        return self._storage.blob.view(self._storage.offset + offset, length, whole=whole)
 
 
 def _place(
