@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,7 @@ from plastiscope.checkpoints.fingerprints import fingerprint
 from plastiscope.checkpoints.groups import Group, group_opened
 from plastiscope.checkpoints.names import step_numbers, task_number, unnumbered_role
 from plastiscope.checkpoints.options import Options
-from plastiscope.checkpoints.places import Entry, Place, open_place
+from plastiscope.checkpoints.places import Entry, Place, joined, open_place
 from plastiscope.checkpoints.reading import Opened, examine, opener
 from plastiscope.checkpoints.run import Break, Checkpoint, Run, Skipped
 from plastiscope.checkpoints.sequence import Moment, equal_weights, find_breaks
@@ -46,16 +47,16 @@ def discover(path: str | Path, options: Options = _DEFAULT) -> list[Run]:
     entry = place.entry(inner)
     if entry is None:
         raise UsageError(f"no such file or directory: {shown}")
-    search = _Search(place, options, _base(options))
+    search = _Search(place, options, *_base(options))
     if not entry.folder:
         return [search.single(entry)]
     return search.folder(inner, shown)
 
 
-def _base(options: Options) -> Mapping[str, Stored] | None:
-    """The tensors of the model that adapters are merged into."""
+def _base(options: Options) -> tuple[Mapping[str, Stored] | None, str]:
+    """The tensors of the model that adapters are merged into, and their fingerprint."""
     if options.base is None:
-        return None
+        return None, ""
     place, inner = open_place(options.base)
     entry = place.entry(inner)
     if entry is None:
@@ -63,7 +64,8 @@ def _base(options: Options) -> Mapping[str, Stored] | None:
     units = find_units(place, inner).units if entry.folder else (file_unit(place, entry, ""),)
     if len(units) != 1:
         raise UsageError(f"--base: {len(units)} checkpoints in {options.base}: name one of them")
-    return find_weights(units[0].load().tree, prefix=None).weights
+    weights = find_weights(units[0].load().tree, prefix=None).weights
+    return weights, fingerprint(place, units[0].files)
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ class _Search:
     place: Place
     options: Options
     base: Mapping[str, Stored] | None
+    base_print: str = ""
 
     def single(self, entry: Entry) -> Run:
         """A file named by the user: its name may say anything."""
@@ -81,6 +84,18 @@ class _Search:
         except UnreadableError as error:
             raise UnreadableError(f"{entry.name}: {error}") from None
         return self._run(Group(entry.name, folder, (opened,), ()), entry.name, entry.path)
+
+    def identity(self, unit: Unit) -> str:
+        """The hash of what is read: the files, and what changes their reading."""
+        options, files = self.options, list(unit.files)
+        settings = joined(unit.folder, "adapter_config.json")
+        if self.place.entry(settings) is not None:
+            files.append(settings)
+        plain = fingerprint(self.place, files)
+        if options.weights == "raw" and options.prefix is None and self.base is None:
+            return plain
+        how = f"{plain} {options.weights} {options.prefix} {self.base_print}"
+        return hashlib.blake2b(how.encode(), digest_size=20).hexdigest()
 
     def folder(self, inner: str, shown: str) -> list[Run]:
         listing = find_units(self.place, inner)
@@ -156,10 +171,10 @@ def _nothing(shown: str, skipped: Sequence[Skipped]) -> str:
 
 
 def _label(group: Group, root: str, groups: Sequence[Group]) -> str:
-    base = PurePosixPath(root.rstrip("/") or "/")
+    base = PurePosixPath(root)
     folder = PurePosixPath(group.folder)
     inner = folder.relative_to(base).as_posix() if folder.is_relative_to(base) else folder.name
-    where = (base.name or base.as_posix()) if inner == "." else inner
+    where = (base.name or Path(root).resolve().name or root) if inner == "." else inner
     siblings = [g for g in groups if g.folder == group.folder]
     return where if len(siblings) == 1 else f"{where}/{group.label}"
 
@@ -229,7 +244,7 @@ class _Known:
             step=step,
             step_source=source if len(self.members) > 1 or step else _lone(source, unit),
             size=unit.size,
-            fingerprint=fingerprint(search.place, unit.files),
+            fingerprint=search.identity(unit),
             open=opener(search.place, unit, search.options, search.base),
             task=task,
         )

@@ -141,9 +141,9 @@ def open_place(path: str | Path) -> tuple[Place, str]:
     """
     text = str(path)
     if not re.match(r"[a-zA-Z][a-zA-Z0-9+.\-]+:(//|:)", text):
-        return LocalPlace(), text
+        return LocalPlace(), str(Path(text))
     if text.startswith("file://"):
-        return LocalPlace(), text[len("file://") :]
+        return LocalPlace(), str(Path(text[len("file://") :]))
     try:
         import fsspec
     except ImportError:
@@ -159,7 +159,7 @@ def open_place(path: str | Path) -> tuple[Place, str]:
         raise UsageError(
             f"{without_secrets(text)}: can't be opened ({type(error).__name__})"
         ) from None
-    return RemotePlace(system), inner
+    return RemotePlace(system), inner.rstrip("/") or inner
 
 
 def read_json(place: Place, path: str) -> dict[str, Any]:

@@ -66,7 +66,8 @@ def make_state(
     def read(name: str) -> torch.Tensor:
         try:
             return weights[names[name]].read()
-        except UnreadableError as error:
+        except (UnreadableError, RuntimeError, ValueError, OSError) as error:
+            # RuntimeError and ValueError are torch's words for shapes that its data don't fit.
             raise UnreadableError(printable(f"{name}: {error}")) from None
 
     def peek(name: str) -> torch.Tensor:

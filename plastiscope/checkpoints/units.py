@@ -50,8 +50,8 @@ _SIDE_FILES = re.compile(
 class Unit:
     """One candidate: what its checkpoint is called, and how its content is read.
 
-    `folder` is where side files (config, optimizer) lie; `group` the folder that holds the run;
-    `files` are the bytes that identify it.
+    `folder` is where side files (config, optimizer) lie, which are this unit's own where
+    `whole_folder`; `group` is the folder that holds the run; `files` are what identifies it.
     """
 
     name: str
@@ -98,6 +98,7 @@ def file_unit(place: Place, entry: Entry, group: str) -> Unit:
         size=entry.size,
         modified=entry.modified,
         load=lambda: read_content(place.blob(entry.path)),
+        whole_folder=entry.name in _MODEL_FILES,
     )
 
 
@@ -177,9 +178,13 @@ def _part_of(entry: Entry, whole: Unit | None) -> bool:
 def _lifted(parent: str, entry: Entry, units: list[Unit]) -> list[Unit]:
     """A folder that is one step (`step_100/model.pt`) belongs to its parent's run."""
     direct = [u for u in units if u.group == entry.path]
-    if not direct or len(direct) != len(units) or not step_numbers(entry.name):
+    if not step_numbers(entry.name):
         return units
-    if any(step_numbers(unit.name) for unit in direct) and len(direct) > 1:
+    if len(units) == 1:
+        inner = PurePosixPath(units[0].path).relative_to(PurePosixPath(entry.path))
+        name = entry.name if inner == PurePosixPath(".") else f"{entry.name}/{inner}"
+        return [replace(units[0], name=name, group=parent, whole_folder=True)]
+    if len(direct) != len(units) or any(step_numbers(unit.name) for unit in direct):
         return units
     return [replace(unit, name=f"{entry.name}/{unit.name}", group=parent) for unit in direct]
 
@@ -222,7 +227,7 @@ def folder_unit(place: Place, folder: str, entries: list[Entry]) -> Unit | None:
         name=PurePosixPath(folder.rstrip("/")).name or folder,
         path=folder,
         folder=folder,
-        group=str(PurePosixPath(folder).parent) if "/" in folder.strip("/") else folder,
+        group=str(PurePosixPath(folder).parent),
         files=tuple(files),
         size=sum(max(e.size, 0) for e in own),
         modified=max((e.modified for e in own), default=0.0),

@@ -299,3 +299,29 @@ def test_all_unreadable_lists_every_reason(tmp_path):
     (tmp_path / "step_2.pt").write_bytes(b"\x00" * 100)
     with pytest.raises(UnreadableError, match=r"step_1.pt: empty file.*step_2.pt: nothing but"):
         discover(tmp_path)
+
+
+def test_paths_as_people_write_them(tmp_path, one_run, monkeypatch):
+    save_named(tmp_path / "run", ["step_1.pt", "step_2.pt"])
+    monkeypatch.chdir(tmp_path / "run")
+    for path in (".", "../run", "../run/", str(tmp_path / "run") + "/", f"file://{tmp_path}/run"):
+        run = one_run(path)
+        assert (run.name, [c.step for c in run.checkpoints]) == ("run", [1, 2]), path
+
+
+def test_step_folders_with_one_checkpoint_somewhere_below(tmp_path, one_run):
+    for step, sd in enumerate(walk(3)):
+        folder = tmp_path / f"step_{step}" / "checkpoint" / "weights"
+        folder.mkdir(parents=True)
+        torch.save(sd, folder / "model.pt")
+    run = one_run(tmp_path)
+    assert order(run)[2] == ("step_2/checkpoint/weights/model.pt", 2)
+
+
+def test_fingerprint_tells_how_it_was_read(tmp_path, one_run):
+    torch.save({"model": walk(1)[0], "ema": walk(1, seed=3)[0]}, tmp_path / "step_1.pt")
+    prints = {
+        one_run(tmp_path, **options).checkpoints[0].fingerprint
+        for options in ({}, {"weights": "ema"}, {"prefix": "fc1"})
+    }
+    assert len(prints) == 3
