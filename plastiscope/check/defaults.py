@@ -1,26 +1,152 @@
 """The default rules, each with its reason. RUN_RULES judge a run by itself, BASELINE_RULES a run
-against one that is known to be good."""
+against one that is known to be good.
+
+A healthy network also changes: it compresses its features as it learns, its weights grow, a few of
+its units go quiet. The bounds lie beyond what healthy runs of an MLP, a CNN, a ViT and a GPT do.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from .rules import Rule
 
-NO_CLS = ("no_cls_token",)
+# A layer that is dead altogether has no rank and no entropy; the dead units are told themselves.
+DEAD = ("layer_dead",)
+NO_CLS = ("no_cls_token", *DEAD)
+WEIGHTS = ("!*.bias", "!network")
 
-_FEATURES = Rule(
-    name="features-lose-rank",
-    metric="effective_rank",
-    subject="feature",
-    tokens="all",
-    heads="none",
-    bad="down",
-    absolute=1.0,
-    relative=0.3,
-    optional=True,
-    nulls=("layer_dead",),
+RUN_RULES: tuple[Rule, ...] = (
+    Rule(
+        name="units-go-dormant",
+        metric="dormant_fraction",
+        subject="unit",
+        parameters="tau=0.025",
+        components=("!network",),
+        bad="up",
+        absolute=0.15,
+        optional=True,
+        reason="Units whose activation fades take no part in learning the next task; their share "
+        "is the most direct sign. In healthy runs a layer's share stays within a tenth of where "
+        "it began.",
+    ),
+    Rule(
+        name="units-die",
+        metric="dead_fraction",
+        subject="unit",
+        parameters="",
+        components=("!network",),
+        bad="up",
+        absolute=0.25,
+        steady=0.3,
+        optional=True,
+        reason="A unit that is zero on every input gets no gradient and stays dead. Healthy small "
+        "networks lose up to an eighth of a layer while they specialise.",
+    ),
+    Rule(
+        name="units-die-at-once",
+        metric="dead_fraction",
+        subject="unit",
+        parameters="",
+        components=("!network",),
+        bad="up",
+        against="trend",
+        absolute=0.1,
+        optional=True,
+        reason="More than a tenth of a layer dead, against what the checkpoints before predict: a "
+        "step that was too large, a bad restart, a bug. Needs four earlier checkpoints.",
+    ),
+    Rule(
+        name="features-lose-rank",
+        metric="effective_rank",
+        subject="feature",
+        parameters="",
+        tokens="all",
+        heads="none",
+        bad="down",
+        absolute=1.0,
+        relative=0.6,
+        share=0.25,
+        steady=0.3,
+        optional=True,
+        nulls=DEAD,
+        reason="Features that span few directions leave little for a new task to combine. Learning "
+        "itself compresses: healthy networks keep 40 % of their initial effective rank nearly "
+        "everywhere, ageing ones lose more than that in a quarter of their components.",
+    ),
+    Rule(
+        name="cls-loses-rank",
+        metric="effective_rank",
+        subject="feature",
+        parameters="",
+        tokens="cls",
+        heads="none",
+        bad="down",
+        absolute=1.0,
+        relative=0.5,
+        share=0.25,
+        steady=0.3,
+        optional=True,
+        nulls=NO_CLS,
+        reason="The class token is all that the classifier sees; in healthy training its rank "
+        "over the inputs rises.",
+    ),
+    Rule(
+        name="heads-lose-rank",
+        metric="effective_rank",
+        subject="feature",
+        parameters="",
+        tokens="all",
+        heads="each",
+        bad="down",
+        absolute=0.5,
+        relative=0.5,
+        share=0.25,
+        steady=0.3,
+        optional=True,
+        nulls=DEAD,
+        reason="Queries, keys and values of a head that span few directions can't attend in new "
+        "ways. Half of the rank gone in a quarter of the heads doesn't happen in healthy runs.",
+    ),
+    Rule(
+        name="weights-lose-rank",
+        metric="effective_rank",
+        subject="weight",
+        parameters="",
+        components=WEIGHTS,
+        bad="down",
+        absolute=0.5,
+        relative=0.4,
+        optional=True,
+        reason="A weight matrix, or one head's slice of it, that has collapsed. Training alone "
+        "rarely takes a fifth of a matrix's effective rank.",
+    ),
+    Rule(
+        name="weights-blow-up",
+        metric="weight_magnitude",
+        subject="weight",
+        parameters="",
+        components=WEIGHTS,
+        bad="up",
+        absolute=0.02,
+        relative=3.0,
+        optional=True,
+        reason="Weights that have grown fourfold turn slowly under the same updates, so the layer "
+        "learns less from each. Healthy runs of the samples' length double or triple at most.",
+    ),
+    Rule(
+        name="attention-collapses",
+        metric="attention_entropy",
+        subject="attention",
+        parameters="",
+        bad="down",
+        absolute=0.1,
+        relative=0.75,
+        share=0.25,
+        optional=True,
+        nulls=DEAD,
+        reason="Attention so sharp that a head reads a single token passes hardly any gradient to "
+        "its queries and keys. Sharpening is part of learning; three quarters of the entropy gone "
+        "in a quarter of the heads isn't.",
+    ),
 )
 
-RUN_RULES: tuple[Rule, ...] = (_FEATURES,)
-BASELINE_RULES: tuple[Rule, ...] = (replace(_FEATURES, against="baseline"),)
+BASELINE_RULES: tuple[Rule, ...] = RUN_RULES

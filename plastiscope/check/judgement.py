@@ -32,7 +32,7 @@ def judge(pair: Pair) -> Finding | None:
         return _note(pair, "measured_now", f"{_what(pair)}: {why}")
     change = worsening(rule, pair.before.value, pair.after.value)
     tolerance = tolerate(rule, pair.before, pair.after)
-    if change <= tolerance.decisive:
+    if change <= tolerance.decisive or not _is_steady(pair):
         return None
     return _finding(
         pair,
@@ -43,6 +43,13 @@ def judge(pair: Pair) -> Finding | None:
         tolerance,
         change / tolerance.decisive,
     )
+
+
+def _is_steady(pair: Pair) -> bool:
+    if pair.trend is None:
+        return True
+    toward = {"up": pair.trend, "down": -pair.trend, "either": abs(pair.trend)}[pair.rule.bad]
+    return toward >= pair.rule.steady
 
 
 def is_compared(pair: Pair) -> bool:

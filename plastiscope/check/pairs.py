@@ -18,8 +18,9 @@ _MAD = 1.4826
 class Pair:
     """A value beside its reference; either may be absent (None) or null (its value None).
 
-    `at` says where the reference stands ("step 0", "the baseline"); `gap` is the kind of reason
-    why the two may not be compared, `why` that reason in words.
+    `at` says where the reference stands ("step 0", "the baseline"); `trend` is Kendall's tau of
+    the run up to the value, for rules that ask for it; `gap` is the kind of reason why the two may
+    not be compared, `why` that reason in words.
     """
 
     rule: Rule
@@ -27,6 +28,7 @@ class Pair:
     before: Value | None
     after: Value | None
     at: str
+    trend: float | None = None
     gap: str = ""
     why: str = ""
 
@@ -105,8 +107,24 @@ def _first(rule: Rule, run: str, series: Sequence[Value], value: Value) -> Pair:
             if series[0].step < value.step
             else f"step {value.step} is the only checkpoint"
         )
-        return Pair(rule, run, None, value, "the first checkpoint", "reference", why)
-    return matched(Pair(rule, run, joined[0], value, f"step {joined[0].step}"))
+        return Pair(rule, run, None, value, "the first checkpoint", gap="reference", why=why)
+    pair = Pair(rule, run, joined[0], value, f"step {joined[0].step}")
+    if rule.steady:
+        known = [v.value for v in (*joined, value) if v.value is not None]
+        if len(joined) < ENOUGH_FOR_A_TREND and value.value is not None:
+            return replace(pair, gap="reference", why=_too_few(len(joined)))
+        pair = replace(pair, trend=kendall(known))
+    return matched(pair)
+
+
+def _too_few(earlier: int) -> str:
+    return f"a trend needs {ENOUGH_FOR_A_TREND} earlier checkpoints, there are {earlier}"
+
+
+def kendall(values: Sequence[float]) -> float:
+    """Kendall's tau against time: rising minus falling pairs over all pairs, -1 to 1."""
+    signs = [(b > a) - (b < a) for i, a in enumerate(values) for b in values[i + 1 :]]
+    return sum(signs) / len(signs) if signs else 0.0
 
 
 def _trend(rule: Rule, run: str, series: Sequence[Value], value: Value) -> Pair:
@@ -117,11 +135,21 @@ def _trend(rule: Rule, run: str, series: Sequence[Value], value: Value) -> Pair:
     ]
     at = "the trend of the checkpoints before"
     if len(joined) < ENOUGH_FOR_A_TREND:
-        why = f"a trend needs {ENOUGH_FOR_A_TREND} earlier checkpoints, there are {len(joined)}"
-        return Pair(rule, run, None, value, at, "reference", why)
-    predicted, scatter = extrapolate([(v.step, v.value or 0.0) for v in joined], value.step)
-    before = replace(joined[-1], value=predicted, error=scatter)
+        return Pair(rule, run, None, value, at, gap="reference", why=_too_few(len(joined)))
+    points = [(v.step, v.value) for v in joined if v.value is not None]
+    predicted, scatter = extrapolate(points, value.step)
+    # A line leaves a fraction's range, and a transient bends; the checkpoint before does neither.
+    reference = _nearer(rule, predicted, points[-1][1], value)
+    before = replace(joined[-1], value=reference, error=scatter)
     return matched(Pair(rule, run, before, value, at))
+
+
+def _nearer(rule: Rule, predicted: float, previous: float, value: Value) -> float:
+    """The worse of two references, so that only what neither explains counts."""
+    if rule.bad == "either":
+        at = predicted if value.value is None else value.value
+        return min(predicted, previous, key=lambda v: abs(v - at))
+    return max(predicted, previous) if rule.bad == "up" else min(predicted, previous)
 
 
 def extrapolate(points: Sequence[tuple[int, float]], step: int) -> tuple[float, float]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import fnmatch
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -31,18 +31,21 @@ class Rule:
     """One rule. Every field but `name` is also its key in the configuration file.
 
     Selection: `metric` exactly; `subject`, `parameters` and `tokens` exactly, any when None;
-    `components` by pattern (`fc*`), any when empty; `blocks` as "0", "0:6" (end excluded), "-1"
-    or a list, any when None; `heads` any, none (whole layers only) or each (heads only); `steps`
-    last, all, or "after N".
+    `components` by pattern (`fc*`, or `!*.bias` for all others), any when empty; `blocks` as "0",
+    "0:6" (end excluded), "-1" or a list, any when None; `heads` any, none (whole layers only) or
+    each (heads only); `steps` last, all, or "after N".
 
     Reference: `against` first (the first checkpoint that the value may be compared with),
     baseline (the baseline run at the same step), trend (what a robust line through the earlier
-    checkpoints predicts), or limit (the value `limit` itself).
+    checkpoints predicts, or the checkpoint before where that is worse), or limit (the value
+    `limit` itself).
 
     Tolerance, in the direction `bad` (up, down, either): `absolute` in the metric's unit,
     `relative` as a share of the reference, `errors` in standard errors of the difference; a value
-    must exceed all of them. `share` of the selected series (at least one) must exceed them for
-    the rule to fail; 0 means any single one.
+    must exceed all of them. `steady` asks that the run, from its first checkpoint on, moved the
+    bad way as well: Kendall's tau against time, 0 to 1, over five checkpoints or more (a network
+    that dips as it starts to learn, then recovers, isn't falling). `share` of the selected series
+    (at least one) must exceed them for the rule to fail; 0 means any single one.
 
     `severity` fail, warn or informational (listed, never fails). `optional` rules may match
     nothing; `nulls` lists the statuses under which a missing value is accepted.
@@ -63,6 +66,7 @@ class Rule:
     absolute: float = 0.0
     relative: float = 0.0
     errors: float = SIGNIFICANT
+    steady: float = 0.0
     share: float = 0.0
     severity: str = "fail"
     optional: bool = False
@@ -74,10 +78,13 @@ class Rule:
         _one_of(self, "against", AGAINST)
         _one_of(self, "severity", SEVERITIES)
         _one_of(self, "heads", HEADS)
-        for name in ("absolute", "relative", "errors", "share"):
+        for name in ("absolute", "relative", "errors", "share", "steady"):
             _tolerance(self, name)
-        if self.share > 1:
-            raise UsageError(f"rule {self.name!r}: share is a fraction, not {self.share:g}")
+        for name in ("share", "steady"):
+            if getattr(self, name) > 1:
+                raise UsageError(f"rule {self.name!r}: {name} is at most 1")
+        if self.steady and self.against != "first":
+            raise UsageError(f"rule {self.name!r}: `steady` goes with against = 'first'")
         if (self.limit is None) is (self.against == "limit"):
             raise UsageError(f"rule {self.name!r}: `limit` and against = 'limit' go together")
         if self.limit is not None and not math.isfinite(self.limit):
@@ -92,9 +99,11 @@ class Rule:
             _block_test(self.name, text)
 
     def takes_component(self, component: str | None) -> bool:
-        """Whether the rule's component patterns take this one."""
+        """Whether the rule's component patterns take this one; a pattern with "!" leaves out."""
         name = component or ""
-        return not self.components or any(fnmatch.fnmatchcase(name, c) for c in self.components)
+        wanted = [c for c in self.components if not c.startswith("!")]
+        unwanted = [c[1:] for c in self.components if c.startswith("!")]
+        return (not wanted or _matches(name, wanted)) and not _matches(name, unwanted)
 
     def takes_block(self, block: int | None, blocks: int) -> bool:
         """Whether a block is selected; `blocks` is how many there are (for "-1")."""
@@ -106,6 +115,10 @@ class Rule:
 
     def takes_head(self, head: int | None) -> bool:
         return self.heads == "any" or (self.heads == "each") is (head is not None)
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _one_of(rule: Rule, field: str, known: tuple[str, ...]) -> None:

@@ -151,6 +151,10 @@ def test_heads_and_components_are_chosen() -> None:
     assert [Rule("r", "m", heads=h).takes_head(None) for h in ("any", "none", "each")] == [1, 1, 0]
     rule = Rule("r", "m", components=("fc*", "q"))
     assert [rule.takes_component(c) for c in ("fc1", "q", "q_norm", "FC1", None)] == [1, 1, 0, 0, 0]
+    others = Rule("r", "m", components=("!*.bias",))
+    assert [others.takes_component(c) for c in ("fc1", "fc1.bias", None)] == [1, 0, 1]
+    both = Rule("r", "m", components=("fc*", "!*.bias"))
+    assert [both.takes_component(c) for c in ("fc1", "fc1.bias", "q")] == [1, 0, 0]
 
 
 def test_every_default_rule_has_a_reason_and_a_name_of_its_own() -> None:
