@@ -76,6 +76,8 @@ def find_weights(tree: Any, branch: str = "raw", prefix: str | None = None) -> F
     if branch not in ("raw", "ema"):
         raise UsageError(f"unknown weights {branch!r}: known: ema, raw")
     top = _top(tree)
+    if {"state", "param_groups"} <= set(top):
+        raise UnreadableError("an optimizer's state, not a checkpoint")
     optimizer = {k: v for k, v in top.items() if is_optimizer(k, v)}
     ema = _ema_part(top)
     chosen, key, notes = _raw_part({k: v for k, v in top.items() if k not in optimizer}, ema[0])

@@ -25,7 +25,7 @@ from plastiscope.checkpoints.units import Unit, file_unit, find_units, is_weight
 from plastiscope.errors import UnreadableError, UsageError
 
 _DEFAULT = Options()
-_NO_CHECKPOINT = ("a batch of data", "a list of data", "no weights in it")
+_NO_CHECKPOINT = ("a batch of data", "a list of data", "no weights in it", "an optimizer's state")
 
 
 def discover(path: str | Path, options: Options = _DEFAULT) -> list[Run]:
@@ -92,10 +92,10 @@ class _Search:
         if self.place.entry(settings) is not None:
             files.append(settings)
         plain = fingerprint(self.place, files)
-        if options.weights == "raw" and options.prefix is None and self.base is None:
+        how = (options.weights, options.prefix, options.rename, self.base_print)
+        if how == (_DEFAULT.weights, None, (), ""):
             return plain
-        how = f"{plain} {options.weights} {options.prefix} {self.base_print}"
-        return hashlib.blake2b(how.encode(), digest_size=20).hexdigest()
+        return hashlib.blake2b(f"{plain} {how}".encode(), digest_size=20).hexdigest()
 
     def folder(self, inner: str, shown: str) -> list[Run]:
         listing = find_units(self.place, inner)
@@ -139,7 +139,7 @@ class _Search:
         notes += odd + _shared_notes(members)
         return Run(
             name=name,
-            path=path,
+            path=self.place.shown(path),
             checkpoints=tuple(kept),
             skipped=tuple(skipped),
             breaks=tuple(_moved(breaks, checkpoints, kept)),
@@ -239,7 +239,7 @@ class _Known:
         task = member.task if member.task is not None else task_number(unit.name)
         return Checkpoint(
             name=unit.name,
-            path=without_secrets(unit.path) if search.place.remote else unit.path,
+            path=search.place.shown(unit.path),
             format=member.format,
             step=step,
             step_source=source if len(self.members) > 1 or step else _lone(source, unit),

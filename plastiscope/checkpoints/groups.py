@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -10,6 +11,7 @@ from plastiscope.checkpoints.reading import Opened
 from plastiscope.checkpoints.run import Skipped
 
 _SAME = 0.5
+_LAYERS = re.compile(r"weight|bias|kernel|embed|attn|conv|linear|norm|fc\d|\.w\b|\.b\b")
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,10 @@ def _attached(groups: list[Group], loose: Sequence[Opened], folder: str) -> list
         named = [at for at in fits if _related(member.unit.name, groups[at].label)]
         at = (named or fits)[0]
         groups[at] = replace(groups[at], unnumbered=(*groups[at].unnumbered, member))
-    return groups + _by_content(folder, apart)
+    left = [member for member in apart if _LAYERS.search(" ".join(member.tensors)) is None]
+    lines = tuple(Skipped(m.unit.name, "no layers in it: taken for data") for m in left)
+    groups[0] = replace(groups[0], skipped=(*groups[0].skipped, *lines))
+    return groups + _by_content(folder, [m for m in apart if m not in left])
 
 
 def _related(name: str, label: str) -> bool:

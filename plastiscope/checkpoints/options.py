@@ -20,6 +20,7 @@ class Options:
         steps: only these steps (a set, a range).
         every: only every n-th checkpoint, the first and the last always.
         include, exclude: glob patterns of checkpoint names within the run.
+        rename: pairs of old and new beginnings of tensor names, for layers renamed mid-run.
         order: "auto" (content, then name), "name", "content" or "time".
         base: the model that adapters are merged into; without it their updates are given.
         trust_pickle: run what the pickles contain. Only for files you wrote yourself.
@@ -32,6 +33,7 @@ class Options:
     every: int = 1
     include: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
+    rename: tuple[tuple[str, str], ...] = ()
     order: str = "auto"
     base: str | None = None
     trust_pickle: bool = False

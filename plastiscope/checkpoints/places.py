@@ -43,6 +43,9 @@ class Place(Protocol):
     def identity(self, path: str) -> str | None:
         """A hash of the content that the store itself keeps, if it does."""
 
+    def shown(self, path: str) -> str:
+        """The path or URL as it may be printed and opened again."""
+
 
 class LocalPlace:
     """This machine's file system."""
@@ -64,6 +67,9 @@ class LocalPlace:
 
     def identity(self, path: str) -> str | None:
         return None
+
+    def shown(self, path: str) -> str:
+        return path
 
 
 def _local_entry(path: Path) -> Entry:
@@ -120,6 +126,9 @@ class RemotePlace:
             if info.get(key):
                 return f"{key.lower()}:{info[key]}:{info.get('size')}"
         return None
+
+    def shown(self, path: str) -> str:
+        return without_secrets(str(self._system.unstrip_protocol(path)))
 
 
 def _remote_entry(info: dict[str, Any]) -> Entry:

@@ -101,6 +101,7 @@ def _state(
             content,
             branch=options.weights,
             prefix=options.prefix,
+            rename=options.rename,
             beside=_beside(place, unit, content, base),
         )
     except _DAMAGE as error:

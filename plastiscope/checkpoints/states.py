@@ -17,7 +17,7 @@ from plastiscope.checkpoints.names import printable, unwrap
 from plastiscope.checkpoints.run import State, TensorInfo
 from plastiscope.checkpoints.stored import Stored
 from plastiscope.checkpoints.ties import find_ties
-from plastiscope.errors import UnreadableError
+from plastiscope.errors import UnreadableError, UsageError
 
 _AUXILIARY = re.compile(
     r"(.*_)?(loss|losses|loss_fn|criterion|criteria|metric|metrics|accuracy|acc|auroc|f1)(_.*)?$"
@@ -43,6 +43,7 @@ def make_state(
     *,
     branch: str = "raw",
     prefix: str | None = None,
+    rename: tuple[tuple[str, str], ...] = (),
     beside: Beside | None = None,
 ) -> State:
     """The State of one checkpoint.
@@ -54,6 +55,7 @@ def make_state(
     found = find_weights(content.tree, branch, prefix)
     notes = [*found.notes, *content.notes, *beside.notes]
     weights, stripped = _cleaned(found, prefix, notes)
+    weights = _renamed(weights, rename)
     refuse_shards(weights)
     weights, extras = _special(weights, beside, notes)
     notes += _view_notes(weights)
@@ -103,6 +105,18 @@ def _cleaned(found: Found, prefix: str | None, notes: list[str]) -> tuple[dict[s
     weights = _without_targets(weights, notes)
     lightning = any(key in found.rest for key in _LIGHTNING)
     return _inner_model(weights, lightning, notes)
+
+
+def _renamed(weights: dict[str, Stored], pairs: tuple[tuple[str, str], ...]) -> dict[str, Stored]:
+    """The table under new names; the first pair whose old beginning fits a name counts."""
+    named: dict[str, Stored] = {}
+    for name, tensor in weights.items():
+        old, new = next((p for p in pairs if name.startswith(p[0])), ("", ""))
+        changed = new + name[len(old) :]
+        if changed in named:
+            raise UsageError(f"renaming {old!r} to {new!r} gives two tensors the name {changed!r}")
+        named[changed] = tensor
+    return named
 
 
 def _without_targets(weights: dict[str, Stored], notes: list[str]) -> dict[str, Stored]:

@@ -29,7 +29,7 @@ _MODEL_FILES = (
 _FOLDER_MARKS = {"config.json", "adapter_config.json", "trainer_state.json", "training_args.bin"}
 _WEIGHT_ENDS = {
     *(".pt", ".pth", ".ckpt", ".bin", ".safetensors", ".npz", ".zip", ".pkl", ".pickle", ".tar"),
-    *(".th", ".t7", ".model", ".weights", ".params", ".ptl", ".jit", ".torchscript", ".tmp"),
+    *(".th", ".t7", ".model", ".weights", ".params", ".ptl", ".jit", ".torchscript"),
 }
 _IGNORED_ENDS = {
     *(".json", ".jsonl", ".txt", ".md", ".rst", ".csv", ".tsv", ".yaml", ".yml", ".toml", ".ini"),
@@ -37,9 +37,10 @@ _IGNORED_ENDS = {
     *(".mp4", ".wav", ".lock", ".cfg", ".out", ".err", ".c", ".cpp", ".h", ".npy", ".parquet"),
     *(".db", ".sqlite", ".wandb", ".arrow", ".h5", ".hdf5", ".onnx", ".gguf", ".gz", ".xml"),
 }
+_UNFINISHED = re.compile(r"^tmp-|\.(tmp|part|partial|incomplete|temp)(-\w+)?$")
 _SIDE_FILES = re.compile(
     r"(?:rng_state.*|random_states?_.*|scheduler|lr_scheduler|scaler|training_args|optimizer.*|"
-    r"optim|.*\.optimizer|.*_?replay_buffer.*|.*vecnormalize.*|probe|.*_probe|results?|"
+    r"optim([_-].*)?|.*\.optimizer|.*_?replay_buffer.*|.*vecnormalize.*|probe|.*_probe|results?|"
     r"sampler.*|dataloader.*|custom_checkpoint_.*|.*optim_states|args|tokenizer|spiece|"
     r"sentencepiece.*|vocab.*|merges|trainer_state|batch|batches|dataset|.*_dataset|data)"
     r"\.\w+$"
@@ -124,6 +125,9 @@ def _inside(
     for entry in entries:
         hidden = entry.name.startswith(".") or entry.name == "__pycache__"
         if hidden or entry.path in own or _is_link(walk, folder, entry):
+            continue
+        if _UNFINISHED.search(entry.name):
+            walk.skipped.append((folder, Skipped(entry.name, "temporary, of an unfinished save")))
             continue
         if entry.folder:
             # The step folder of a Trainer holds its ZeRO shards; they are one checkpoint.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import http.client
 import http.server
 import io
@@ -50,6 +51,8 @@ def test_memory_run_equals_local(memory, table):
     (run,) = discover("memory://safe")
     assert [c.step for c in run.checkpoints] == [1, 3, 20]
     assert run.checkpoints[0].open().extras["config"] == {"model_type": "x"}
+    assert run.path == "memory:///safe"
+    assert discover(run.path)[0].checkpoints[1].path == "memory:///safe/checkpoint-3"
 
 
 def test_fingerprint_is_the_same_as_the_local_files(memory, tmp_path, table):
@@ -92,6 +95,32 @@ def test_missing_url_and_unknown_protocol(memory):
         discover("memory://nothing")
     with pytest.raises(UsageError, match="can't be opened"):
         discover("nosuchprotocol://x/y")
+
+
+class _Plain(http.server.SimpleHTTPRequestHandler):
+    """Serves files and knows nothing of ranges."""
+
+    def log_message(self, *args):
+        pass
+
+
+def test_http_file_from_a_server_without_ranges(tmp_path, table):
+    pytest.importorskip("aiohttp", reason="aiohttp isn't installed")
+    torch.save(table(2), tmp_path / "step_2.pt")
+    handler = functools.partial(_Plain, directory=str(tmp_path))
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        url = f"http://127.0.0.1:{server.server_port}/step_2.pt?token=secret"
+        (run,) = discover(url)
+        (checkpoint,) = run.checkpoints
+        state = checkpoint.open()
+        assert all(torch.equal(state.read(n), t) for n, t in table(2).items())
+        assert (checkpoint.name, checkpoint.step) == ("step_2.pt", 2)
+        assert "secret" not in repr((run, checkpoint))
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 class Failing:

@@ -174,6 +174,36 @@ def test_renamed_head_breaks_the_head_only(tmp_path, one_run):  # L21
     assert found.reason.startswith("head replaced")
 
 
+def test_renamed_layers_join_with_a_map(tmp_path, one_run):  # L21
+    for step, sd in enumerate(walk(4)):
+        if step >= 2:
+            sd["classifier.weight"] = sd.pop("head.weight")
+        torch.save(sd, tmp_path / f"step_{step}.pt")
+    run = one_run(tmp_path, rename=(("head.", "classifier."),))
+    assert run.breaks == ()
+    assert "classifier.weight" in run.checkpoints[0].open().tensors
+    with pytest.raises(UsageError, match="gives two tensors the name"):
+        one_run(tmp_path, rename=(("fc1.weight", "x"), ("fc1.bias", "x")))
+
+
+def test_optimizers_results_and_unfinished_saves_are_no_runs(tmp_path, one_run):
+    save_named(tmp_path, ["step_1.pt", "step_2.pt"])
+    moments = {"state": {0: {"exp_avg": torch.randn(8, 4)}}, "param_groups": [{"lr": 1.0}]}
+    torch.save(moments, tmp_path / "state_1.pt")
+    torch.save({"losses": torch.randn(9), "accs": torch.randn(9)}, tmp_path / "curves.pt")
+    torch.save(walk(1)[0], tmp_path / "step_3.pt.tmp")
+    save_named(tmp_path / "tmp-checkpoint-3", ["model.pt"])
+    run = one_run(tmp_path)
+    assert [c.step for c in run.checkpoints] == [1, 2]
+    assert {s.name: s.reason for s in run.skipped} == {
+        "state_1.pt": "an optimizer's state, not a checkpoint",
+        "curves.pt": "no layers in it: taken for data",
+        "step_3.pt.tmp": "temporary, of an unfinished save",
+        "tmp-checkpoint-3": "temporary, of an unfinished save",
+    }
+    assert not any(s.unreadable for s in run.skipped)
+
+
 def test_vocabulary_position_and_architecture_changes(tmp_path, one_run):
     def changed(folder, name, before, after):
         folder.mkdir()
