@@ -199,7 +199,8 @@ def _draw(out: Path, names: list[str]) -> list[Any]:
     table = store.read(out)
     drawn = []
     for name in names:
-        drawn += figures.draw(table[table["run"] == name], out / "figures" / name)
+        own = table[table["run"] == name]
+        drawn += figures.draw(own, out / "figures" / name, names=figures.STANDARD)
     return drawn
 
 

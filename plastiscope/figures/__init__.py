@@ -7,7 +7,7 @@ them to files by name, with their numbers. No torch, no pyplot, no display.
 from .components import component_rank, component_rank_grid, component_stable_rank, weight_magnitude
 from .delta import delta_heatmap, delta_heatmap_blocks
 from .depth import cls_rank
-from .draw import FIGURES, Drawn, draw
+from .draw import FIGURES, STANDARD, Drawn, draw
 from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
 from .isometry import isometry, isometry_map, isometry_types, isometry_violins, jacobian_depth, ntk
 from .kind import Kind
@@ -23,6 +23,7 @@ __all__ = [
     "FIGURES",
     "PAPER",
     "SLIDE",
+    "STANDARD",
     "Drawn",
     "Kind",
     "Look",

@@ -55,6 +55,12 @@ FIGURES: tuple[Kind, ...] = (
     rate_bound,
 )
 
+STANDARD = (
+    "delta-heatmap", "delta-heatmap-blocks", "component-rank", "weight-magnitude", "head-rank",
+    "head-magnitude", "head-rank-map", "cls-rank", "units", "accuracy", "network",
+)  # fmt: skip
+"""What an analysis draws by itself; the others on request."""
+
 
 @dataclass(frozen=True)
 class Drawn:
