@@ -7,6 +7,8 @@ its units go quiet. The bounds lie beyond what healthy runs of an MLP, a CNN, a 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from .rules import Rule
 
 # A layer that is dead altogether has no rank and no entropy; the dead units are told themselves.
@@ -149,4 +151,48 @@ RUN_RULES: tuple[Rule, ...] = (
     ),
 )
 
-BASELINE_RULES: tuple[Rule, ...] = RUN_RULES
+# Against a good run at the same step much less is tolerated, but always more than what another
+# seed of the same training does.
+_CLOSER: dict[str, tuple[float | None, float | None]] = {
+    "units-go-dormant": (0.12, None),
+    "units-die": (0.12, None),
+    "features-lose-rank": (None, 0.35),
+    "cls-loses-rank": (None, 0.4),
+    "heads-lose-rank": (None, 0.3),
+    "weights-lose-rank": (None, 0.25),
+    "weights-blow-up": (None, 1.0),
+    "attention-collapses": (None, 0.5),
+}
+
+
+def _closer(rule: Rule) -> Rule:
+    """The rule against a baseline, with its own absolute and relative tolerance."""
+    absolute, relative = _CLOSER[rule.name]
+    return replace(
+        rule,
+        against="baseline",
+        steady=0.0,
+        absolute=rule.absolute if absolute is None else absolute,
+        relative=rule.relative if relative is None else relative,
+    )
+
+
+BASELINE_RULES: tuple[Rule, ...] = (
+    *(_closer(rule) for rule in RUN_RULES if rule.name in _CLOSER),
+    Rule(
+        name="one-place-loses-rank",
+        metric="effective_rank",
+        subject="feature",
+        parameters="",
+        tokens="all",
+        heads="none",
+        bad="down",
+        against="baseline",
+        absolute=1.0,
+        relative=0.5,
+        optional=True,
+        nulls=DEAD,
+        reason="Half of one component's effective rank gone, against a good run at the same step: "
+        "more than any component differs between seeds.",
+    ),
+)

@@ -30,10 +30,11 @@ blocks = ["0:6", -1]
 head = "each"
 steps = "after 100"
 bad = "down"
-against = "baseline"
+against = "first"
 absolute = 1
 relative = 0.25
 errors = 2
+steady = 0.4
 share = 0.5
 severity = "warn"
 optional = true
@@ -46,9 +47,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     (tmp_path / "plastiscope.toml").write_text(EVERY_KEY, "utf-8")
     settings = read_check_settings(folder=tmp_path)
     rule = Rule(
-        "q loses rank", "effective_rank", "weight", "p=1", "cls", ("q",), ("0:6", "-1"), "each",
-        "after 100", "down", "baseline", None, 1.0, 0.25, 2.0, 0.5, "warn", True,
-        ("no_cls_token",), "because",
+        name="q loses rank", metric="effective_rank", subject="weight", parameters="p=1",
+        tokens="cls", components=("q",), blocks=("0:6", "-1"), heads="each", steps="after 100",
+        bad="down", against="first", absolute=1.0, relative=0.25, errors=2.0, steady=0.4,
+        share=0.5, severity="warn", optional=True, nulls=("no_cls_token",), reason="because",
     )  # fmt: skip
     assert settings == CheckSettings((rule,), True, tmp_path / "base.jsonl", ("weight_*",), True)
     assert {f.name for f in fields(Rule)} - {"limit", "components", "heads"} <= {
@@ -110,7 +112,8 @@ RULE = '[[check.rules]]\nmetric = "m"\n'
         (RULE + "absolute = nan", "a finite number of at least 0"),
         (RULE + "relative = inf", "a finite number of at least 0"),
         (RULE + "errors = -1", "a finite number of at least 0"),
-        (RULE + "share = 2", "share is a fraction"),
+        (RULE + "share = 2", "share is at most 1"),
+        (RULE + "steady = 0.5\nagainst = 'trend'", "`steady` goes with against = 'first'"),
         (RULE + "optional = 1", "takes a value of type bool"),
         (RULE + "limit = 3", "`limit` and against = 'limit' go together"),
         (RULE + "against = 'limit'", "`limit` and against = 'limit' go together"),
@@ -161,6 +164,6 @@ def test_every_default_rule_has_a_reason_and_a_name_of_its_own() -> None:
     for rules in (RUN_RULES, BASELINE_RULES):
         assert len({rule.name for rule in rules}) == len(rules) > 4
         assert all(len(rule.reason) > 40 for rule in rules)
-        assert all(rule.absolute > 0 and rule.relative >= 0 for rule in rules)
+        assert all(rule.absolute > 0 and rule.severity == "fail" for rule in rules)
     assert {rule.against for rule in BASELINE_RULES} == {"baseline"}
     assert "baseline" not in {rule.against for rule in RUN_RULES}

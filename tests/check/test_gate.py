@@ -223,6 +223,28 @@ def test_the_trend_is_extrapolated(make: Maker) -> None:
     assert kinds(check(make("short", {0: [RANK], 1: [RANK]}), rules=[rule])) == ["reference"]
 
 
+def test_a_trend_that_leaves_the_range_excuses_nothing(make: Maker) -> None:
+    rule = Rule("dead", "dormant_fraction", bad="up", against="trend", absolute=0.1)
+    fading = [0.6, 0.2, 0.1, 0.05, 0.02]  # a line through them predicts less than nothing
+    series = {s: [value(v, DORMANT)] for s, v in enumerate(fading)}
+    assert check(make("calm", series | {5: [value(0.05, DORMANT)]}), rules=[rule]).passed
+    jump = check(make("jump", series | {5: [value(0.25, DORMANT)]}), rules=[rule])
+    assert jump.status == 1 and jump.findings[0].before == 0.02
+
+
+def test_a_dip_that_recovers_is_not_a_fall(make: Maker) -> None:
+    rule = replace(IN_RUN, relative=0.5, steady=0.3)
+    dips = make("dips", {s: [value(v)] for s, v in enumerate([20.0, 4.0, 5.0, 6.0, 7.0])})
+    falls = make("falls", {s: [value(v)] for s, v in enumerate([20.0, 8.0, 7.5, 7.0, 7.0])})
+    assert check(dips, rules=[rule]).status == 0
+    assert check(dips, rules=[replace(rule, steady=0.0)]).status == 1
+    assert check(falls, rules=[rule]).status == 1
+    early = make("early", {s: [value(v)] for s, v in enumerate([20.0, 8.0, 7.5, 7.0])})
+    result = check(early, rules=[rule])
+    assert kinds(result) == ["reference"]
+    assert "a trend needs 4 earlier checkpoints, there are 3" in result.findings[0].message
+
+
 def test_a_noisy_series_needs_a_larger_step_off_its_trend(make: Maker) -> None:
     noisy = {s: [value(100.0 + (8 if s % 2 else -8))] for s in range(8)}
     rule = replace(FALLS, against="trend")
