@@ -16,6 +16,20 @@ from dataclasses import dataclass, field
 
 import torch
 
+CANONICAL = (
+    "embedding", "norm1", "q", "k", "v", "attention_output", "residual1", "norm2", "router", "gate",
+    "fc1", "activation", "fc2", "experts", "residual2", "conv", "fc", "norm", "final_norm", "head",
+)  # fmt: skip
+
+
+def own_name(tensor: str) -> str:
+    """The name of a component that has no canonical one: its module's path, or the tensor's.
+
+    Never a canonical name: a layer called "head" that isn't known to be the head is "head.weight".
+    """
+    path = tensor[: -len(".weight")] if tensor.endswith(".weight") else tensor
+    return tensor if path in CANONICAL else path
+
 
 @dataclass(frozen=True)
 class Matrix:

@@ -17,7 +17,7 @@ from plastiscope.anatomy.blocks import (
     norm_component,
     seen,
 )
-from plastiscope.anatomy.parts import Anatomy, Component, Matrix
+from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
 from plastiscope.anatomy.products import Product, products
 from plastiscope.anatomy.record import Record, random_parameters, record_pass
 from plastiscope.anatomy.sites import norms, reaches, residuals, within
@@ -122,12 +122,12 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
     for product in scene.linear:
         if product.tensor not in claimed:
             claimed.add(product.tensor)
-            name, block = _own_name(product.tensor), _block_of(found, product.tensor)
+            name, block = own_name(product.tensor), _block_of(found, product.tensor)
             extra.append(linear_component(scene, name, product, block))
     for norm in scene.norms:
         if norm.weight and norm.weight not in claimed:
             claimed.add(norm.weight)
-            name, block = _own_name(norm.weight), _block_of(found, norm.weight)
+            name, block = own_name(norm.weight), _block_of(found, norm.weight)
             extra.append(norm_component(scene, name, norm, block))
     owners |= {c.path for c in extra}
     for name, parameter in record.module.named_parameters():
@@ -139,13 +139,8 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
             or "parametrizations." in name
         ):
             continue
-        extra.append(Component(name, _block_of(found, name), owner, (Matrix(name),)))
+        extra.append(Component(own_name(name), _block_of(found, name), owner, (Matrix(name),)))
     return extra
-
-
-def _own_name(tensor: str) -> str:
-    """A component's name when it has no canonical one: its module's path, or the tensor's."""
-    return tensor[: -len(".weight")] if tensor.endswith(".weight") else tensor
 
 
 def _block_of(found: list[Block], path: str) -> int | None:
