@@ -6,7 +6,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from plastiscope.checkpoints.names import natural, step_numbers, template, unnumbered_role
+from plastiscope.checkpoints.names import (
+    natural,
+    step_numbers,
+    tells_runs_apart,
+    template,
+    unnumbered_role,
+)
 from plastiscope.checkpoints.reading import Opened
 from plastiscope.checkpoints.run import Skipped
 
@@ -115,7 +121,8 @@ def _by_content(folder: str, members: Sequence[Opened]) -> list[Group]:
             home.append(member)
     groups: list[Group] = []
     for cluster in clusters:
-        if len(cluster) > 1 and _steps_differ(cluster):
+        apart = any(tells_runs_apart(member.unit.name) for member in cluster)
+        if len(cluster) > 1 and not apart and _steps_differ(cluster):
             groups.append(_joined(folder, cluster))
         else:
             groups += [Group(_own_label(m), folder, (m,), ()) for m in cluster]

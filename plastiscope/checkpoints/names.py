@@ -154,6 +154,12 @@ def unnumbered_role(name: str) -> str | None:
     return match[1].lower() if match else None
 
 
+def tells_runs_apart(name: str) -> bool:
+    """Whether the name numbers a run (seed3, fold-1), not a moment of one."""
+    words = "|".join(sorted(_RUN_WORDS - {"v"}, key=len, reverse=True))
+    return re.search(rf"(?<![a-z])(?:{words})[=_\-]?\d", name, re.IGNORECASE) is not None
+
+
 def task_number(name: str) -> int | None:
     """The task in a name such as task_012.pt."""
     match = re.search(r"(?<![a-z])tasks?[=_\-]?(\d+)", name, re.IGNORECASE)

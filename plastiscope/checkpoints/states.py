@@ -19,9 +19,9 @@ from plastiscope.checkpoints.stored import Stored
 from plastiscope.checkpoints.ties import find_ties
 from plastiscope.errors import UnreadableError, UsageError
 
-_AUXILIARY = re.compile(
-    r"(.*_)?(loss|losses|loss_fn|criterion|criteria|metric|metrics|accuracy|acc|auroc|f1)(_.*)?$"
-)
+_AUXILIARY = re.compile(r"(.*_)?(loss|losses|loss_fn|criterion|criteria|metrics?)(_.*)?$")
+# Words that Lightning modules give to their metrics; elsewhere `f1` may be a layer.
+_METRICS = re.compile(r"(train|val|valid|test)_.*|(.*_)?(accuracy|acc|auroc|f1|recall|precision)$")
 _INNER = ("net", "model", "_model", "network", "module", "nn", "backbone_net", "generator")
 _LIGHTNING = ("pytorch-lightning_version", "lightning_version")
 _LARGE_VIEW = 1 << 20
@@ -141,7 +141,8 @@ def _inner_model(
     groups: dict[str, list[str]] = {}
     for name in weights:
         groups.setdefault(name.partition(".")[0], []).append(name)
-    side = {g for g, names in groups.items() if _AUXILIARY.match(g) and f"{g}" not in names}
+    side = {g for g in groups if _AUXILIARY.match(g) or (lightning and _METRICS.match(g))}
+    side = {g for g in side if g not in groups[g]}
     main = [g for g in groups if g not in side]
     if not main or not (side or lightning):
         return weights, ""

@@ -72,6 +72,8 @@ def find_steps(
         if key is not None:
             values = tuple(table[key] for table in stored)
             distinct = len(set(values)) == len(values)
+            if not distinct and not _tells_apart(named) and (pair := _paired(stored)) is not None:
+                return Steps(*pair, tuple(notes))
             if distinct or order == "content" or not _tells_apart(named):
                 notes += _disagreement(names, values, named)
                 source = "trainer_state.json" if _from_trainer(stored, key) else f"stored {key}"
@@ -99,6 +101,24 @@ def _best_key(stored: Sequence[Mapping[str, int]]) -> str | None:
     return next(iter(full), max(varying, key=lambda k: counts[k], default=None))
 
 
+_COARSE = ("epoch", "current_epoch", "epochs", "task", "task_id")
+
+
+def _paired(tables: Sequence[Mapping[str, int]]) -> tuple[tuple[int, ...], str] | None:
+    """A counter that starts again in every epoch, made one that doesn't.
+
+    The step is epoch * (largest counter + 1) + counter: in the right order and unique.
+    """
+    shared = [key for key in tables[0] if all(key in table for table in tables)]
+    for coarse in (key for key in _COARSE if key in shared):
+        for fine in (key for key in shared if key not in _COARSE):
+            pairs = [(table[coarse], table[fine]) for table in tables]
+            if len(set(pairs)) == len(pairs):
+                width = max(f for _, f in pairs) + 1
+                return tuple(c * width + f for c, f in pairs), f"stored {coarse} and {fine}"
+    return None
+
+
 def _named(names: Sequence[str]) -> list[int | None]:
     """The number under the word that most of the names share and that varies."""
     tables = [step_numbers(name) for name in names]
@@ -113,6 +133,9 @@ def _named(names: Sequence[str]) -> list[int | None]:
     if varying:
         word = best_word(varying)
         return [table[word] for table in tables]
+    pair = _paired(tables) if all(tables) else None
+    if pair is not None:
+        return list(pair[0])
     return [table[best_word(table)] if table else None for table in tables]
 
 

@@ -135,6 +135,8 @@ def _inside(
                 units += _lifted(folder, entry, _visit(walk, entry.path, depth + 1))
         elif (match := SHARD.match(entry.name)) is not None:
             shards.setdefault(match["stem"], []).append(entry)
+        elif (other := foreign(entry.name)) is not None:
+            walk.skipped.append((folder, other))
         elif is_candidate(entry.name) and (whole is None or step_numbers(entry.name)):
             units.append(file_unit(walk.place, entry, folder))
     if whole is None:
@@ -157,6 +159,23 @@ def _is_link(walk: _Walk, folder: str, entry: Entry) -> bool:
     if inside and not above and (entry.folder or is_candidate(entry.name)):
         walk.skipped.append((folder, Skipped(entry.name, f"symbolic link to {entry.link}")))
     return inside or above
+
+
+_FOREIGN = {
+    ".h5": "an HDF5 (Keras) file",
+    ".hdf5": "an HDF5 (Keras) file",
+    ".keras": "a Keras archive",
+    ".onnx": "an ONNX graph",
+    ".gguf": "a GGUF file",
+    ".msgpack": "a Flax file",
+    ".tflite": "a TensorFlow Lite file",
+}
+
+
+def foreign(name: str) -> Skipped | None:
+    """A file of weights in a format that isn't read, with what to do."""
+    kind = _FOREIGN.get(PurePosixPath(name).suffix.lower())
+    return Skipped(name, f"{kind}: save the weights as .safetensors or .npz") if kind else None
 
 
 def is_candidate(name: str) -> bool:

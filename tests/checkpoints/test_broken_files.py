@@ -162,6 +162,11 @@ def test_other_archives(tmp_path, table):
     assert "torch didn't write" in refused(tmp_path / "x.tar")
 
 
+def test_formats_of_other_worlds_are_named(tmp_path):
+    (tmp_path / "model.h5").write_bytes(b"\x89HDF")
+    assert "model.h5: an HDF5 (Keras) file: save the weights" in refused(tmp_path)
+
+
 def test_folder_without_checkpoints(tmp_path):
     assert "no checkpoint in it" in refused(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")

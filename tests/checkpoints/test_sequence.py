@@ -90,6 +90,30 @@ def test_stored_value_that_never_changes_is_no_step(tmp_path, one_run):
     assert "stored epoch is 3 in every file: not a step" in run.notes
 
 
+def test_counter_that_starts_again_in_every_epoch(tmp_path, one_run):
+    moments = [(0, 100), (0, 200), (1, 100), (1, 200)]
+    save_named(
+        tmp_path / "stored",
+        [f"{letter}.pt" for letter in "dbca"],
+        lambda at, sd: {"model": sd, "epoch": moments[at][0], "iter": moments[at][1]},
+    )
+    run = one_run(tmp_path / "stored")
+    assert order(run) == [("d.pt", 100), ("b.pt", 200), ("c.pt", 301), ("a.pt", 401)]
+    assert run.checkpoints[0].step_source == "stored epoch and iter"
+    save_named(tmp_path / "named", [f"epoch_{e}_iter_{i}.pt" for e, i in moments])
+    steps = [c.step for c in one_run(tmp_path / "named").checkpoints]
+    assert steps == [100, 200, 301, 401]
+
+
+def test_seeds_are_not_moments(tmp_path):
+    save_named(
+        tmp_path,
+        ["model_seed1.pt", "model_seed2.pt"],
+        lambda at, sd: {"model": sd, "step": 1000 + at},
+    )
+    assert len(discover(tmp_path)) == 2
+
+
 def test_iteration_stored_as_a_tensor(tmp_path, one_run):
     names = ["x.pt", "y.pt"]
     save_named(

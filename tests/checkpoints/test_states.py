@@ -81,6 +81,11 @@ def test_lightning_keeps_the_model_and_lists_the_rest(tmp_path):  # L15
     assert list(picked.tensors) == ["weight"]
 
 
+def test_a_layer_called_f1_is_a_layer(tmp_path, table):
+    names = {"f1.weight": (2, 2), "f2.weight": (2, 2), "acc.weight": (2, 2)}
+    assert list(saved(tmp_path, table(0, **names)).tensors) == list(names)
+
+
 @pytest.mark.parametrize("head", ["vit", "model", "transformer", "network"])
 def test_a_models_own_prefix_stays(tmp_path, table, head):  # L15
     names = {f"{head}.layer.0.weight": (2, 2), f"{head}.layer.1.weight": (2, 2)}
