@@ -6,9 +6,9 @@ import hashlib
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 
+from plastiscope.checkpoints.archives import Archive
 from plastiscope.checkpoints.blobs import Blob
 from plastiscope.checkpoints.places import Place
-from plastiscope.checkpoints.torch_files import Archive
 from plastiscope.errors import UnreadableError
 
 _PIECE = 1 << 24

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from plastiscope.checkpoints.archives import Archive
 from plastiscope.checkpoints.blobs import Blob
 from plastiscope.checkpoints.content import Content
 from plastiscope.checkpoints.stored import Storage, Stored, contiguous
-from plastiscope.checkpoints.torch_files import Archive, read_torch
+from plastiscope.checkpoints.torch_files import read_torch
 from plastiscope.errors import UnreadableError
 
 _MAX_MEMBER = 1 << 40

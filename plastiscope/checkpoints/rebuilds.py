@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from plastiscope.checkpoints.blobs import BytesBlob
+from plastiscope.checkpoints.containers import collection_rebuilds
 from plastiscope.checkpoints.stored import Storage, Stored, check_bounds, contiguous
-from plastiscope.checkpoints.unpickle import Global, Rebuild, Stub, collection_rebuilds
+from plastiscope.checkpoints.unpickle import Global, Rebuild, Stub
 from plastiscope.errors import UnreadableError
 
 DTYPES: dict[str, torch.dtype] = {
@@ -56,6 +57,16 @@ def storage_dtype(kind: Any) -> torch.dtype:
         name = kind.name if isinstance(kind, Global) else type(kind).__name__
         raise UnreadableError(f"corrupt: unknown storage type {name}")
     return _STORAGES[match[1]]
+
+
+def storage_id(pid: Any) -> tuple[Any, str, Any, int]:
+    """A reference to a storage: its class, key, location and number of elements."""
+    if not isinstance(pid, tuple) or len(pid) < 5 or pid[0] != "storage":
+        raise UnreadableError("corrupt: an unknown kind of reference in the pickle")
+    _, kind, key, location, count = pid[:5]
+    if not isinstance(count, int) or count < 0:
+        raise UnreadableError("corrupt: a storage of impossible size")
+    return kind, str(key), location, count
 
 
 def dtype_of(value: Any) -> torch.dtype:

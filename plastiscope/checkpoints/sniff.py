@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from plastiscope.checkpoints.archives import Archive
 from plastiscope.checkpoints.blobs import Blob
 from plastiscope.checkpoints.content import Content
 from plastiscope.checkpoints.numpy_files import read_npz, read_sb2, read_sb3
 from plastiscope.checkpoints.safetensors_files import read_safetensors
-from plastiscope.checkpoints.torch_files import (
-    Archive,
-    read_legacy,
-    read_pickle,
-    read_tar,
-    read_zip,
-)
+from plastiscope.checkpoints.torch_files import read_pickle, read_zip
+from plastiscope.checkpoints.torch_legacy import read_legacy, read_tar
 from plastiscope.errors import UnreadableError
 
 _LFS = b"version https://git-lfs"
