@@ -82,5 +82,4 @@ accuracy = Kind(
     "accuracy (or loss) of each task and its running mean; mean and deviation over grouped runs",
     accuracy_data,
     draw_accuracy,
-    takes_metric=False,
 )

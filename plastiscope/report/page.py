@@ -42,11 +42,14 @@ def write(
     """
     if table.empty:
         raise NotEnoughEvidenceError("the tables hold no rows, so there is nothing to report")
-    found = diagnose(table)
+    stepped = table.groupby("run", observed=True)["step"].transform("count") > 0
+    found = diagnose(table[stepped]) if stepped.any() else ()
+    without = table.loc[~stepped, "run"].unique()
+    undated = [f"{name}: its checkpoints name no step, so it isn't diagnosed." for name in without]
     packed = payload(table, budget)
     names = {str(chunk["metric"]) for chunk in packed.head["chunks"]}
     packed.head["explanations"] = _explanations(names)
-    verdicts = verdict_lines or [f"{one.run}: {one.verdict}" for one in found]
+    verdicts = verdict_lines or [*(f"{one.run}: {one.verdict}" for one in found), *undated]
     parts = {
         "title": escape(title),
         "verdict": _list(verdicts, "verdict"),

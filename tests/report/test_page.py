@@ -111,6 +111,16 @@ def test_too_little_room_drops_whole_metrics_and_says_so(tmp_path):
     assert f"only in the tables: {', '.join(packed.left_out)}" in page.read_text("utf-8")
 
 
+def test_a_run_without_steps_is_shown_but_not_diagnosed(tmp_path):
+    table = make_table(tmp_path / "t", points=3).assign(step=pd.array([pd.NA], dtype="Int64")[0])
+    table["step"] = table["step"].astype("Int64")
+    page = write(table, tmp_path / "r.html")
+    assert "vit: its checkpoints name no step" in page.read_text("utf-8")
+    head, _ = parts_of(page)
+    assert head["runs"][0]["steps"] == [None] * 3
+    assert head["runs"][0]["checkpoints"] == [f"checkpoint-{n}" for n in range(3)]
+
+
 def test_an_empty_table_is_refused(tmp_path):
     with pytest.raises(NotEnoughEvidenceError, match="nothing to report"):
         write(make_table(tmp_path / "t").iloc[:0], tmp_path / "r.html")
