@@ -32,7 +32,7 @@ from .selection import (
     without_heads,
 )
 from .style import Look, mark
-from .ticks import count_axis, words
+from .ticks import count_axis, quantity, words
 
 SERIES = ["block", "component", "head", "index"]
 NOT_SHOWN = ("q", "k", "v")
@@ -78,14 +78,8 @@ def draw_component_rank(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
             run_courses(on, panel, one, choice, words(name), colour, marker)
         panel.set_title("outside the blocks" if block is None else f"block {block}")
     _say_left_out(on, len(blocks), len(shown))
-    finish_courses(on, choice, _y(data))
+    finish_courses(on, choice, quantity(data))
     return on
-
-
-def _y(data: pd.DataFrame) -> str:
-    metric, subject = data[["metric", "subject"]].iloc[0]
-    suffix = {"feature": " of features", "weight": " of weights"}.get(str(subject), "")
-    return f"{words(metric)}{suffix}"
 
 
 def _say_left_out(on: Canvas, count: int, shown: int) -> None:
@@ -113,7 +107,7 @@ def draw_component_grid(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
             panel.set_ylabel(_stacked(words(name)), rotation=0, ha="right", va="center")
     _say_left_out(on, len(blocks_of(data)), len(blocks))
     on.entries = {n: h for n, h in on.entries.items() if n.startswith(RUN)}
-    finish_courses(on, choice, _y(data))
+    finish_courses(on, choice, quantity(data))
     for panel in on.panels:
         count_axis(panel.xaxis, 2)
     return on

@@ -23,7 +23,7 @@ from .panels import (
 )
 from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick, without_heads
 from .style import Look
-from .ticks import label_rows, plain, words
+from .ticks import label_rows, plain, quantity, words
 
 SUBJECTS = ("feature", "weight", "unit", "attention", "jacobian", "gradient", "ntk", "network")
 STUDY = ["norm1", "attention_output", "residual1", "norm2", "fc1", "activation", "fc2", "residual2"]
@@ -77,9 +77,9 @@ def draw_block_difference(
     present = list(data["component"].unique())
     rows = [name for name in STUDY if name in present]
     rows += [name for name in ordered(present) if name not in rows]
-    first, last, metric = data[["first_block", "last_block", "metric"]].iloc[0]
+    first, last = data[["first_block", "last_block"]].iloc[0]
     title = f"block {last} minus block {first}"
-    return _maps(data, choice, of, axes, rows, [words(row) for row in rows], metric, title)
+    return _maps(data, choice, of, axes, rows, [words(row) for row in rows], title)
 
 
 def start_difference(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
@@ -131,10 +131,9 @@ def draw_start_difference(
     places = depth_order(data)
     rows = [name if block is None else f"{block}/{name}" for block, name in places]
     labels = [words(n) if b is None else f"{b}: {words(n)}" for b, n in places]
-    metric = data["metric"].iloc[0]
     data = data.drop(columns="component").rename(columns={"row": "component"})
     title = "minus the first checkpoint"
-    on = _maps(data, choice, of, axes, rows, labels, metric, title)
+    on = _maps(data, choice, of, axes, rows, labels, title)
     for panel in on.panels if len(places) <= 150 else ():
         for row in range(1, len(places)):
             if places[row][0] != places[row - 1][0]:
@@ -169,7 +168,6 @@ def _maps(
     axes: Axes | None,
     rows: list[str],
     labels: list[str],
-    metric: str,
     title: str,
 ) -> Canvas:
     runs = runs_of(data, choice)
@@ -190,7 +188,7 @@ def _maps(
         panel.set_xlabel(x_label(choice))
     if on.own and len(runs) > 1:
         on.figure.suptitle(title)
-    colour_bar(on, image, f"difference in {words(metric)}")
+    colour_bar(on, image, f"difference in\n{quantity(data)}")
     return on
 
 

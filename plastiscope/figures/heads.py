@@ -27,7 +27,7 @@ from .panels import (
 )
 from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick
 from .style import Look, mark
-from .ticks import plain, words
+from .ticks import plain, quantity, words
 
 
 def head_data(
@@ -59,10 +59,7 @@ def head_magnitude_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
 
 def _title(data: pd.DataFrame) -> str:
-    metric, subject, block = data[["metric", "subject", "block"]].iloc[0]
-    of = {"feature": " of features", "weight": " of weights"}.get(str(subject), "")
-    of = "" if str(metric).startswith("weight") else of
-    return f"{words(str(metric))}{of}, block {int(block)}"
+    return f"{quantity(data)}, block {int(data['block'].iloc[0])}"
 
 
 def draw_head_lines(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:

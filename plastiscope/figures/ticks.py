@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
@@ -48,6 +49,16 @@ def words(name: str) -> str:
             spaced = spaced.replace(f"{ended}{digit}", f"{ended} {digit}")
     capitals = {"ntk": "NTK", "auc": "AUC", "cls": "CLS"}
     return plain(" ".join(capitals.get(word, word) for word in spaced.split(" ")))
+
+
+def quantity(data: pd.DataFrame) -> str:
+    """What the numbers are: metric, subject and, where the metric has one, its parameter."""
+    metric, subject = (str(data[name].iloc[0]) for name in ("metric", "subject"))
+    of = {"feature": " of features", "weight": " of weights"}.get(subject, "")
+    of = "" if metric.startswith("weight") else of
+    given = list(data["parameters"].dropna().unique()) if "parameters" in data else []
+    parameters = [str(one) for one in given if one]
+    return words(metric) + of + (f" ({plain(parameters[0])})" if len(parameters) == 1 else "")
 
 
 def label_columns(axes: Axes, labels: Sequence[str]) -> None:

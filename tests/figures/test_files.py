@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import subprocess
@@ -97,11 +98,22 @@ def test_no_display_and_no_pyplot(tmp_path):
     assert (tmp_path / "f" / "units.png").stat().st_size > 1000
 
 
-def test_sixty_figures_without_a_warning(table):
+def resident() -> int:
+    """Memory of this process in bytes."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sixty_figures_without_a_warning_and_without_growth(table):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        kept = [figures.units(table, block=0) for _ in range(60)]
-    assert len({id(figure) for figure in kept}) == 60
+        for number in range(60):
+            figures.units(table, block=0)
+            if number == 20 and Path("/proc/self/statm").exists():
+                gc.collect()
+                before = resident()
+    gc.collect()
+    if Path("/proc/self/statm").exists():
+        assert resident() - before < 30e6
 
 
 def wide_table(layers: int, points: int) -> pd.DataFrame:

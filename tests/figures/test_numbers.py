@@ -420,3 +420,20 @@ def test_bounds_of_every_component_are_drawn(tmp_path):
     data = figures.rate_bound.data(tables.table(tmp_path, tables.study, points=2), choose())
     assert len(data) == 15
     np.testing.assert_allclose(data["bound"], 40 * data["value"])
+
+
+def test_labels_say_what_the_numbers_are(tmp_path):
+    def make(point):
+        return [
+            Row("attention_sink_rate", "attention", 0.1 * point, "attention", block, head,
+                parameters=f"column={column}")
+            for block in range(2) for head in range(2) for column in ("first", "largest")
+        ]  # fmt: skip
+
+    table = tables.table(tmp_path, make, points=2)
+    figure = figures.delta_heatmap(table, metric="attention_sink_rate")
+    assert figure.axes[-1].get_ylabel() == "difference in\nattention sink rate (column=first)"
+    other = figures.head_rank(table, metric="attention_sink_rate", parameters="column=largest")
+    assert "(column=largest), block 1" in other.get_suptitle()
+    ranks = figures.component_rank(small(tmp_path / "r", VALUES), block=0)
+    assert ranks.axes[0].get_ylabel() == "effective rank of features"
