@@ -40,6 +40,7 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
     "hardtanh": F.hardtanh,
 }
 NAMES = {"gelu_tanh": "gelu", "quick_gelu": "gelu", "leaky_relu_0.2": "leaky_relu"}
+PRODUCTS_OF_TWO = {"mul", "mul_", "multiply"}
 SAMPLES = 997
 KEPT = CASTS | RESHAPES | {"dropout", "dropout_", "feature_dropout"}
 POOLS = {
@@ -137,16 +138,26 @@ def first_activation(record: Record, start: int) -> Activation | None:
             if call.op in PRODUCTS or not call.outputs:
                 continue
             if len(call.inputs) == 1 and call.op not in KEPT | NORMS | POOLS:
-                found = _named(record, call)
+                found = _named(record, call, start)
                 if found:
                     return found
             waiting.extend(call.outputs)
     return None
 
 
-def _named(record: Record, call: Call) -> Activation | None:
+def _named(record: Record, call: Call, start: int) -> Activation | None:
+    """The function that begins with this call: itself, or a product like x * sigmoid(x)."""
     source, output = call.inputs[0], call.outputs[0]
     if record.values[source].tensor.shape != record.values[output].tensor.shape:
         return None
+    for taker in record.consumers(output):
+        others = [n for n in taker.inputs if n != output and record.values[n].live]
+        if taker.op in PRODUCTS_OF_TWO and len(others) == 1 and _from(record, start, others[0]):
+            name = function_between(record, others[0], taker.outputs[0])
+            return Activation(others[0], taker.outputs[0], name or "unknown")
     name = function_between(record, source, output)
     return None if name in (None, "unknown") else Activation(source, output, str(name))
+
+
+def _from(record: Record, start: int, number: int) -> bool:
+    return number == start or record.precedes(start, number)

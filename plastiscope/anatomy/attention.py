@@ -6,7 +6,7 @@ Axes: B inputs, H heads, T tokens (Tq queries, Tk keys), dh head width, R rows o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -56,7 +56,10 @@ class Projection:
 
 @dataclass(frozen=True)
 class Attention:
-    """One attention call of a pass. `notes` say what could not be decided."""
+    """One attention call of a pass.
+
+    `undecided` are the rows of q, k or v whose heads could not be told apart; `notes` say why.
+    """
 
     call: Call
     parts: dict[str, Part]
@@ -66,6 +69,7 @@ class Attention:
     output: Product | None
     columns: tuple[tuple[int, ...], ...]
     notes: tuple[str, ...] = ()
+    undecided: Mapping[str, Matrix] = field(default_factory=dict)
 
 
 def _rows_of(product: Product, rows: tuple[int, ...], keep: bool = False) -> Matrix:
@@ -335,6 +339,8 @@ def _by_gradient(
         value = record.run_again({start: leaf}, number).movedim(axis, 0)
     drawn = torch.rand(value[0].shape, generator=torch.Generator().manual_seed(0)) + 0.5
     used = torch.zeros(len(value), product.height, dtype=torch.bool)
+    if not value.requires_grad:
+        return ~used  # no gradient tells anything: every row may matter
     for k, piece in enumerate(value):
         (gradient,) = torch.autograd.grad(piece, leaf, drawn.to(piece), retain_graph=True)
         used[k, rows[gradient != 0]] = True
@@ -373,7 +379,8 @@ def _described(
         columns = _columns(record, output, parts["output"], operands["output"], heads, norms)
     if output is not None and not columns:
         notes.append("the output projection's columns don't split by head")
-    return Attention(call, parts, site, projections, sources, output, columns, tuple(notes))
+    whole = _undecided(used, sources, projections)
+    return Attention(call, parts, site, projections, sources, output, columns, tuple(notes), whole)
 
 
 def _heads_of(
@@ -422,13 +429,37 @@ def _groups(
         projections[x] = Projection(sources[x][0], rows)
     if "k" not in projections:
         return (), projections
-    order = list(dict.fromkeys(projections["k"].rows))
-    arriving = [order.index(rows) for rows in projections["k"].rows]
+    arriving = _distinct(projections["k"].rows)
+    if "v" in projections and _distinct(projections["v"].rows) != arriving:
+        notes.append("k and v are shared among heads in different ways: no heads for v")
+        del projections["v"]
     if heads % len(arriving):
         notes.append(f"{heads} query heads can't share {len(arriving)} key heads")
         return (), projections
     repeat = heads // len(arriving)
     return tuple(g for g in arriving for _ in range(repeat)), projections
+
+
+def _distinct(rows: tuple[tuple[int, ...], ...]) -> list[int]:
+    """For each arriving head which distinct one it is, in order of arrival."""
+    order = list(dict.fromkeys(rows))
+    return [order.index(each) for each in rows]
+
+
+def _undecided(
+    used: dict[str, Tensor],
+    sources: dict[str, tuple[Product, ...]],
+    projections: dict[str, Projection],
+) -> dict[str, Matrix]:
+    """The rows of q, k or v as a whole where the heads are mixed but the three are apart."""
+    found = {}
+    for x, mask in used.items():
+        others = [m.any(0) for y, m in used.items() if y != x and sources[y][0] is sources[x][0]]
+        own = mask.any(0)
+        if x not in projections and not any(bool((own & other).any()) for other in others):
+            rows = tuple(own.nonzero().flatten().tolist())
+            found[x] = _rows_of(sources[x][0], rows)
+    return found
 
 
 def _apart(mask: Tensor) -> bool:

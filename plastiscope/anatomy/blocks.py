@@ -238,18 +238,15 @@ def _attention_components(scene: Scene, block: Block) -> list[tuple[int, Compone
         if found is not None:
             component = Component(x, k, found.product.path, (found.matrix,), found.heads)
             parts.append((found.product.output, component))
-        elif sources and not (len(sources) == 1 and _shared_whole(attention, x)):
+        elif x in attention.undecided:
+            rows = attention.undecided[x]
+            parts.append((sources[0].output, Component(x, k, sources[0].path, (rows,))))
+        elif len(sources) > 1:
             whole = tuple(p.matrix for p in sources)
             parts.append((sources[0].output, Component(x, k, sources[0].path, whole)))
     if attention.output is not None:
         parts.append((attention.output.output, output_component(scene, attention, k)))
     return parts
-
-
-def _shared_whole(attention: Attention, letter: str) -> bool:
-    """Whether an undecided fused weight would be listed again for another of q, k and v."""
-    source = attention.sources[letter][0]
-    return any(source in attention.sources[x] for x in "qkv" if x < letter or x == "k")
 
 
 def output_component(scene: Scene, attention: Attention, block: int | None) -> Component:

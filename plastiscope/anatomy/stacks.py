@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from plastiscope.anatomy.activations import first_activation
+from plastiscope.anatomy.activations import Activation, activation_between, first_activation
+from plastiscope.anatomy.attention import feeding
 from plastiscope.anatomy.blocks import (
     Scene,
     activation_component,
@@ -12,6 +13,7 @@ from plastiscope.anatomy.blocks import (
 )
 from plastiscope.anatomy.parts import Component
 from plastiscope.anatomy.products import CONVOLUTIONS, TRANSPOSED, Product
+from plastiscope.anatomy.record import Record
 from plastiscope.anatomy.sites import reaches
 
 
@@ -53,7 +55,8 @@ def _activation(
     taken: set[int],
 ) -> list[Component]:
     record = scene.record
-    found = first_activation(record, layer.output)
+    following = [p for p in [*layers, *([head] if head else [])] if p is not layer]
+    found = _before_next(record, layer, following) or first_activation(record, layer.output)
     if found is None or found.output in taken:
         return []
     taken.add(found.output)
@@ -62,3 +65,13 @@ def _activation(
     ]
     site = consumed_site(record, found.output, later[0]) if later else None
     return [activation_component(scene, found, site, index)]
+
+
+def _before_next(record: Record, layer: Product, others: list[Product]) -> Activation | None:
+    """The function between a layer and the next when nothing else goes into the next."""
+    linear = {p.call.index: p for p in [layer, *others]}
+    for following in others:
+        if feeding(record, following.source, linear) == (layer,):
+            found = activation_between(record, layer.output, following.source)
+            return found if found is not None and found.function != "unknown" else None
+    return None

@@ -175,8 +175,11 @@ def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str
     if record.inputs.is_floating_point() and len(start) > 1:
         same = (start[0] == start[1]).all(-1).tolist()
         prefix = same.index(False) if False in same else 0
-    used = _tokens_used(record, end)
-    return (*_cls(used, prefix, record.inputs.is_floating_point()),)
+    try:
+        used = _tokens_used(record, end)
+    except (RuntimeError, LookupError):
+        return None, prefix, ["which tokens the head reads can't be found: no CLS token"]
+    return _cls(used, prefix, record.inputs.is_floating_point())
 
 
 def _cls(used: Tensor, prefix: int, image: bool) -> tuple[int | None, int, list[str]]:

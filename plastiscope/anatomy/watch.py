@@ -64,6 +64,7 @@ class Watch(Follower):
     _parts: dict[Site, list[tuple[Hashable, str]]] = field(default_factory=dict)
     _held: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
     _ops: set[str] = field(default_factory=set)
+    _modules: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         for key, site in self.sites.items():
@@ -76,7 +77,9 @@ class Watch(Follower):
                 operand: Operand | None = getattr(found, name)
                 if operand is not None:
                     self._parts.setdefault(operand.site, []).append((key, name))
-        self._ops = {site.op for site in [*self._at, *self._parts]}
+        wanted = [*self._at, *self._parts]
+        self._ops = {site.op for site in wanted}
+        self._modules = {site.module for site in wanted}
 
     def check(self) -> None:
         """End one pass: NotEnoughEvidenceError names the sites that were not seen in it."""
@@ -101,7 +104,7 @@ class Watch(Follower):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        if site.op not in self._ops:
+        if site.op not in self._ops or site.module not in self._modules:
             return function(*args, **kwargs)
         self._inputs(site, args, kwargs)
         calls = [key for key, name in self._parts.get(site, ()) if name == "call"]
@@ -113,10 +116,12 @@ class Watch(Follower):
         return result
 
     def enter(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._inputs(Site(site.module, site.call), args, kwargs)
+        if site.module in self._modules:
+            self._inputs(Site(site.module, site.call), args, kwargs)
 
     def leave(self, site: Site, output: Any) -> None:
-        self._outputs(site, output)
+        if site.module in self._modules:
+            self._outputs(site, output)
 
     def _inputs(self, site: Site, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for position, tensor in enumerate(tensors_in((args, kwargs))):
