@@ -189,11 +189,13 @@ def run_courses(
 
 
 def legend(on: Canvas) -> None:
-    """One legend under the panels, or in the given Axes; at most a dozen entries."""
-    names = sorted(on.entries, key=lambda name: name.startswith(RUN))
+    """One legend under the panels, or in the given Axes; few of many layers, few of many runs."""
+    names = list(on.entries)
     if len(names) < 2:
         return
-    kept = [names[place] for place in spaced(range(len(names)), MOST_ENTRIES)]
+    runs = [name for name in names if name.startswith(RUN)]
+    kept = _capped([name for name in names if name not in runs], 16, MOST_ENTRIES)
+    kept += _capped(runs, 8, 6)
     handles, labels = [on.entries[name] for name in kept], list(kept)
     if len(kept) < len(names):
         handles.append(Line2D([], [], linestyle=""))
@@ -206,6 +208,11 @@ def legend(on: Canvas) -> None:
     columns = max(1, min(len(labels), int(room / widest)))
     columns = math.ceil(len(labels) / math.ceil(len(labels) / columns))
     on.figure.legend(handles, labels, loc="outside lower center", ncols=columns, columnspacing=1.2)
+
+
+def _capped(names: list[str], most: int, kept: int) -> list[str]:
+    """All of a few names; of many, such as layers, an even sample that shows the order."""
+    return names if len(names) <= most else [names[at] for at in spaced(range(len(names)), kept)]
 
 
 def depth_colours(count: int, of: Look) -> list[Any]:

@@ -213,6 +213,15 @@ def test_legends_are_capped(tmp_path):
     assert texts[0] == "0 fc" and texts[-2] == "39 fc"
 
 
+def test_a_legend_names_every_component_beside_the_runs(tmp_path):
+    for seed in range(3):
+        tables.table(tmp_path, run=f"run{seed}", points=2, blocks=1, seed=seed)
+    (legend,) = figures.component_rank(figures_table(tmp_path)).legends
+    texts = [text.get_text() for text in legend.get_texts()]
+    assert texts[-3:] == ["run: run0", "run: run1", "run: run2"]
+    assert len(texts) == 14 and "residual 1" in texts and "more" not in texts[-1]
+
+
 def test_drawing_into_given_axes(table):
     figure = Figure()
     FigureCanvasAgg(figure)
