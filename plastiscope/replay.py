@@ -9,7 +9,7 @@ gets a jackknife standard error.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,8 +77,8 @@ class Replay:
             live.module,
             sites_of(self.anatomy),
             attention,
-            self._on_tensor,
-            self._on_attention,
+            _unwatched(self._on_tensor),
+            _unwatched(self._on_attention),
         )
 
     def _chunks(self, batch: Batch, device: torch.device) -> Iterator[tuple[_Chunk, Batch]]:
@@ -224,6 +224,17 @@ class Replay:
             place = Place(component.name, component.block, "unit", "all")
             rows += measure(self.units[index].finish(), place, only)
         return rows
+
+
+def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
+    """The reduction itself, with its own tensor functions hidden from the watch: it calls
+    thousands, and being asked about each doubled the time of a replay."""
+
+    def call(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            reduce(*args)
+
+    return call
 
 
 def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:
