@@ -11,7 +11,11 @@ import io
 import mmap
 import os
 import re
+import struct
+import tarfile
 import time
+import zipfile
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -21,6 +25,12 @@ from typing import Any, BinaryIO, Protocol, TypeVar, cast
 from plastiscope.errors import UnreadableError
 
 _T = TypeVar("_T")
+# What damaged bytes raise in the parsers of the standard library, numpy and torch.
+DAMAGE: tuple[type[Exception], ...] = (
+    *(TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError, AssertionError),
+    *(MemoryError, RuntimeError, OSError, EOFError, ArithmeticError, SyntaxError),
+    *(struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
+)
 _RETRIES = 5
 _BLOCK, _KEPT_BLOCKS = 1 << 18, 8
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+from plastiscope.checkpoints.blobs import DAMAGE
 from plastiscope.checkpoints.branches import is_optimizer
 from plastiscope.checkpoints.content import Content
 from plastiscope.checkpoints.names import printable
@@ -22,11 +23,6 @@ from plastiscope.checkpoints.trusted import trusted
 from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import UnreadableError
 
-# What a structure that no writer makes raises anywhere between the parser and the table.
-_DAMAGE = (
-    *(TypeError, ValueError, KeyError, AttributeError, IndexError, OverflowError),
-    *(MemoryError, RecursionError),
-)
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth", "optimizer_0.pt")
 _DATA_NAMES = re.compile(
     r"(^|\.)(obs|observations?|actions?|rewards?|labels?|targets?|images?|input_ids|inputs?|x|y|"
@@ -104,12 +100,13 @@ def _state(
             rename=options.rename,
             beside=_beside(place, unit, content, base),
         )
-    except _DAMAGE as error:
-        line = f"corrupt: {type(error).__name__} {error}".rstrip()
-        raise UnreadableError(printable(line)) from None
     except UnreadableError as error:
         # The line stands behind the file's name, so it needn't repeat it.
         raise UnreadableError(printable(str(error).replace(f"{unit.path}: ", ""))) from None
+    except DAMAGE as error:
+        # A structure that no writer makes gets past the parser and fails in the table.
+        line = f"corrupt: {type(error).__name__} {error}".rstrip()
+        raise UnreadableError(printable(line)) from None
     return replace(state, tensors=dict(state.tensors)), content
 
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 
 from plastiscope.checkpoints.archives import Archive
-from plastiscope.checkpoints.blobs import Blob
+from plastiscope.checkpoints.blobs import DAMAGE, Blob
 from plastiscope.checkpoints.content import Content
 from plastiscope.checkpoints.numpy_files import read_npz, read_sb2, read_sb3
 from plastiscope.checkpoints.safetensors_files import read_safetensors
@@ -35,9 +35,7 @@ def read_content(blob: Blob) -> Content:
         return reader(blob)
     except UnreadableError as error:
         raise UnreadableError(_explained(blob, error)) from None
-    except (RecursionError, MemoryError, OverflowError) as error:
-        raise UnreadableError(f"corrupt: absurd structure ({type(error).__name__})") from None
-    except (ValueError, TypeError, IndexError, KeyError, AttributeError, OSError) as error:
+    except DAMAGE as error:
         # Damaged files reach every branch of every parser below.
         raise UnreadableError(f"corrupt: {type(error).__name__} {error}".rstrip()) from None
 

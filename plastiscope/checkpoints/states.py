@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from plastiscope.checkpoints import adapters, quantised
+from plastiscope.checkpoints.blobs import DAMAGE
 from plastiscope.checkpoints.branches import Found, find_weights
 from plastiscope.checkpoints.content import Content, plain
 from plastiscope.checkpoints.kinds import is_flat_shard, kind_of
@@ -24,6 +25,7 @@ _AUXILIARY = re.compile(r"(.*_)?(loss|losses|loss_fn|criterion|criteria|metrics?
 _METRICS = re.compile(r"(train|val|valid|test)_.*|(.*_)?(accuracy|acc|auroc|f1|recall|precision)$")
 _INNER = ("net", "model", "_model", "network", "module", "nn", "backbone_net", "generator")
 _LIGHTNING = ("pytorch-lightning_version", "lightning_version")
+_UNREADABLE: tuple[type[Exception], ...] = (UnreadableError, *DAMAGE)
 _LARGE_VIEW = 1 << 20
 
 
@@ -66,10 +68,10 @@ def make_state(
     names = {**{n: n for n in weights}, **{n: i.alias_of or n for n, i in infos.items()}}
 
     def read(name: str) -> torch.Tensor:
+        stored = weights[names[name]]
         try:
-            return weights[names[name]].read()
-        except (UnreadableError, RuntimeError, ValueError, OSError) as error:
-            # RuntimeError and ValueError are torch's words for shapes that its data don't fit.
+            return stored.read()
+        except _UNREADABLE as error:
             raise UnreadableError(printable(f"{name}: {error}")) from None
 
     def peek(name: str) -> torch.Tensor:

@@ -17,7 +17,9 @@ import pickle
 import random
 import resource
 import signal
+import struct
 import sys
+import tarfile
 import tempfile
 import time
 import warnings
@@ -113,7 +115,37 @@ def seeds(marker: str) -> dict[str, list[tuple[str, bytes]]]:
         "module": [("a.pt", saved(model, new=True)), ("b.pt", saved(model, new=False))],
         "npz": [("a.npz", npz.getvalue())],
         "sb3": [("a.zip", sb3.getvalue())],
+        "tar": [("a.tar", tarred())],
+        "distributed": distributed_files(model),
     }
+
+
+def tarred() -> bytes:
+    """The tar layout of 2016 with one tensor."""
+    storages = pickle.dumps(1, 2) + b"\x80\x02(U\x010U\x03cpuctorch\nFloatStorage\nt."
+    storages += struct.pack("<q", 6) + np.arange(6, dtype="<f4").tobytes()
+    tensor = (
+        b"\x80\x02}(U\x08a.weightctorch._utils\n_rebuild_tensor\n((U\x07storagectorch\n"
+        b"FloatStorage\nU\x010U\x03cpuK\x06tQK\x00K\x02K\x03\x86K\x03K\x01\x86tRu."
+    )
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in (("sys_info", b""), ("pickle", tensor), ("storages", storages)):
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def distributed_files(model: torch.nn.Module) -> list[tuple[str, bytes]]:
+    """The two files of a distributed checkpoint, written by the library itself."""
+    import torch.distributed.checkpoint as dcp
+
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save({"model": model.state_dict(), "step": 3}, checkpoint_id=folder)
+        names = (".metadata", "__0_0.distcp")
+        return [(f"step-3/{n}", (Path(folder) / n).read_bytes()) for n in names]
 
 
 def mutate(data: bytes, chance: random.Random) -> bytes:
@@ -201,11 +233,15 @@ def run(
         if chance.random() < 0.5:
             mutant = repaired(mutant)
         path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        for other, intact in originals:
+            if "/" in other and other != name:
+                (folder / other).write_bytes(intact)
         path.write_bytes(mutant)
         signal.alarm(SECONDS)
         start = time.perf_counter()
         try:
-            outcomes[read(path)] += 1
+            outcomes[read(path.parent if "/" in name else path)] += 1
         except BaseException as error:
             kept = folder / f"failure_{kind}_{seed}_{at}{path.suffix}"
             kept.write_bytes(mutant)

@@ -67,6 +67,35 @@ def test_broken_optimizer_is_one_line_when_asked(tmp_path, table, one_run):
         state.optimizer()
 
 
+def test_models_saved_by_transformers(tmp_path, one_run):
+    transformers = pytest.importorskip("transformers", reason="transformers isn't installed")
+    config = transformers.LlamaConfig(
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=64,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.save_pretrained(tmp_path / "checkpoint-1")
+    model.save_pretrained(tmp_path / "checkpoint-2", max_shard_size="20KB")
+    assert list((tmp_path / "checkpoint-2").glob("*-of-*.safetensors"))
+    run = one_run(tmp_path)
+    assert [c.step for c in run.checkpoints] == [1, 2]
+    assert run.breaks == () and run.skipped == ()
+    expected = model.state_dict()
+    for checkpoint in run.checkpoints:
+        state = checkpoint.open()
+        assert set(state.tensors) == set(expected)
+        assert state.tensors["lm_head.weight"].alias_of == "model.embed_tokens.weight"
+        assert all(torch.equal(state.read(n), t) for n, t in expected.items())
+        counted = [i for i in state.tensors.values() if i.alias_of is None and i.kind == "weight"]
+        assert sum(torch.Size(i.shape).numel() for i in counted) == model.num_parameters()
+
+
 SHARDS = [f"model-0000{at}-of-00003.safetensors" for at in (1, 2, 3)]
 
 

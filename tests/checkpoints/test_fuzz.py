@@ -20,7 +20,8 @@ def fuzzer():
 
 
 @pytest.mark.parametrize(
-    "kind", ["torch", "legacy", "safetensors", "pickle", "module", "npz", "sb3"]
+    "kind",
+    ["torch", "legacy", "safetensors", "pickle", "module", "npz", "sb3", "tar", "distributed"],
 )
 def test_mutants_are_read_or_refused(tmp_path, kind):
     with warnings.catch_warnings():
