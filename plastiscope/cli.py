@@ -362,6 +362,46 @@ def _say(line: str) -> None:
 
 
 @app.command()
+def show(
+    outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
+    metric: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None,
+    component: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None,
+    block: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    step: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    subject: Annotated[
+        list[str] | None, typer.Option(help="weight, feature, unit, attention, ...")
+    ] = None,
+    tokens: Annotated[list[str] | None, typer.Option(help="all or cls.")] = None,
+    status: Annotated[list[str] | None, typer.Option(help="ok, zero_matrix, ...")] = None,
+    run: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None,
+    sort: Annotated[str | None, typer.Option(help="A column; -column: descending.")] = None,
+    pivot: Annotated[
+        str | None, typer.Option(help="step, block, head, component, metric, run or task.")
+    ] = None,
+    limit: Annotated[int | None, typer.Option(help="At most so many rows.")] = None,
+    format: Annotated[str, typer.Option(help="text, csv, markdown or latex.")] = "text",
+) -> None:
+    """Print rows of the tables: filter, sort, pivot; as text, CSV, Markdown or LaTeX."""
+    from . import show as tables
+    from . import store
+
+    if format not in tables.FORMATS:
+        raise unknown("format", format, tables.FORMATS)
+    chosen = tables.View(
+        metric or (), component or (), block or (), head or (), step or (), subject or (),
+        tokens or (), status or (), run or (), sort, pivot, limit,
+    )  # fmt: skip
+    rows = tables.view(store.read(outs), chosen)
+    if format == "text":
+        from .terminal import print_rows
+
+        print_rows(rows)
+    else:
+        print(tables.written(rows, format), end="")
+
+
+@app.command()
 def explain(
     metric: Annotated[str | None, typer.Argument(help="A metric; all when left out.")] = None,
 ) -> None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+import pandas as pd
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -242,6 +243,23 @@ def _table(*headings: str) -> Table:
     for heading in headings:
         table.add_column(heading, overflow="fold")
     return table
+
+
+def print_rows(rows: pd.DataFrame) -> None:
+    """A table of rows; what is the same in all of them is said once, above."""
+    from .show import compact, texts
+
+    console = Console(highlight=False)
+    kept, same = compact(rows)
+    if same:
+        console.print(", ".join(f"{k} {v}" for k, v in same.items()), markup=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for name, kind in kept.dtypes.items():
+        right = pd.api.types.is_numeric_dtype(kind)
+        table.add_column(str(name), justify="right" if right else "left")
+    for row in texts(kept):
+        table.add_row(*(Text(cell) for cell in row))
+    console.print(table)
 
 
 def print_explanation(metric: str | None) -> None:

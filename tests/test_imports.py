@@ -12,7 +12,16 @@ import pytest
 import plastiscope
 
 PACKAGE = Path(plastiscope.__file__).parent
-TABLE_SIDE = ("store.py", "diagnosis.py", "errors.py", "config.py", "figures", "report", "check")
+TABLE_SIDE = (
+    "store.py",
+    "diagnosis.py",
+    "show.py",
+    "errors.py",
+    "config.py",
+    "figures",
+    "report",
+    "check",
+)
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 

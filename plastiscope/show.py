@@ -1,0 +1,143 @@
+"""The tables as a person or a paper wants them: chosen rows, sorted or pivoted, in any format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import cast
+
+import pandas as pd
+
+from .errors import NotEnoughEvidenceError, unknown
+
+FORMATS = ("text", "csv", "markdown", "latex")
+PIVOTS = ("step", "block", "head", "component", "metric", "run", "task")
+COLUMNS = (
+    "run", "step", "block", "component", "head", "tokens", "subject", "metric", "parameters",
+    "value", "standard_error", "maximum", "rows", "status",
+)  # fmt: skip
+_PLACE = ["run", "step", "block", "component", "head", "tokens", "subject", "metric", "parameters"]
+
+
+@dataclass(frozen=True)
+class View:
+    """Which rows, and in what form. Empty choices mean all."""
+
+    metrics: Sequence[str] = ()
+    components: Sequence[str] = ()
+    blocks: Sequence[int] = ()
+    heads: Sequence[int] = ()
+    steps: Sequence[int] = ()
+    subjects: Sequence[str] = ()
+    tokens: Sequence[str] = ()
+    statuses: Sequence[str] = ()
+    runs: Sequence[str] = ()
+    sort: str | None = None
+    pivot: str | None = None
+    limit: int | None = None
+    columns: Sequence[str] = field(default=COLUMNS)
+
+
+def view(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
+    """The chosen rows of a table (as `plastiscope.read_tables` gives it).
+
+    Columns that are null or the same everywhere are left out, but for the value. With `pivot` the
+    values stand side by side, a column for each of that column's entries. Raises UsageError for a
+    name that the table doesn't have, NotEnoughEvidenceError when no row is left.
+    """
+    rows = _filtered(table, chosen)
+    if rows.empty:
+        raise NotEnoughEvidenceError("no row of the tables is what was asked for")
+    if chosen.pivot is not None:
+        rows = _pivoted(rows, chosen.pivot)
+    else:
+        rows = rows[[c for c in chosen.columns if c in rows]]
+    if chosen.sort is not None:
+        rows = _sorted(rows, chosen.sort)
+    kept: pd.DataFrame = rows.reset_index(drop=True).iloc[: chosen.limit]
+    return kept
+
+
+def _filtered(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
+    whole = table
+    for column, wanted in (
+        ("run", chosen.runs),
+        ("metric", chosen.metrics),
+        ("component", chosen.components),
+        ("subject", chosen.subjects),
+        ("tokens", chosen.tokens),
+        ("status", chosen.statuses),
+        ("block", chosen.blocks),
+        ("head", chosen.heads),
+        ("step", chosen.steps),
+    ):
+        if not wanted:
+            continue
+        known = {str(v) for v in whole[column].dropna().unique()}
+        for name in wanted:
+            if str(name) not in known:
+                raise unknown(column, str(name), known)
+        table = table[table[column].isin(list(wanted))]
+    return table
+
+
+def _pivoted(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    if column not in PIVOTS:
+        raise unknown("column to pivot by", column, PIVOTS)
+    keys = [k for k in _PLACE if k != column and rows[k].notna().any()]
+    plain = rows.astype(dict.fromkeys([*keys, column], object))
+    wide = plain.pivot_table(
+        index=keys, columns=column, values="value", aggfunc="first", dropna=False, sort=False
+    )
+    wide = wide.dropna(how="all").reindex(columns=_ordered(wide.columns))
+    wide.columns = [str(name) for name in wide.columns]
+    return cast("pd.DataFrame", wide.reset_index())
+
+
+def _ordered(names: pd.Index) -> list[object]:
+    known = [n for n in names if not pd.isna(n)]
+    return sorted(known, key=lambda n: (isinstance(n, str), n))
+
+
+def _sorted(rows: pd.DataFrame, column: str) -> pd.DataFrame:
+    """By a column, descending when its name begins with "-"."""
+    name = column.removeprefix("-")
+    if name not in rows:
+        raise unknown("column to sort by", name, [str(c) for c in rows.columns])
+    ordered: pd.DataFrame = rows.sort_values(name, ascending=name == column, kind="stable")
+    return ordered
+
+
+def compact(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Without the columns that are null everywhere; those that say the same in each of several
+    rows are given apart, once."""
+    rows = rows.dropna(axis="columns", how="all")
+    same: dict[str, str] = {}
+    for name in [c for c in rows.columns if c in COLUMNS and c not in ("value", "standard_error")]:
+        if len(rows) > 1 and rows[name].astype(str).nunique(dropna=False) == 1:
+            same[name] = str(rows[name].iloc[0])
+            rows = rows.drop(columns=name)
+    return rows, {k: v for k, v in same.items() if v}
+
+
+def written(rows: pd.DataFrame, format: str, digits: int = 4) -> str:
+    """The rows as csv (full precision), markdown or latex (booktabs, `digits` significant)."""
+    text = rows.map(lambda v: _text(v, digits))
+    if format == "csv":
+        return str(rows.to_csv(index=False))
+    if format == "markdown":
+        return f"{text.to_markdown(index=False, disable_numparse=True)}\n"
+    if format == "latex":
+        return str(text.to_latex(index=False, escape=True, na_rep=""))
+    raise unknown("format", format, FORMATS)
+
+
+def _text(value: object, digits: int) -> str:
+    if pd.isna(value):  # type: ignore[call-overload]
+        return ""
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def texts(rows: pd.DataFrame, digits: int = 4) -> list[list[str]]:
+    """Every cell as text, nulls empty."""
+    return [[_text(v, digits) for v in row] for row in rows.itertuples(index=False)]

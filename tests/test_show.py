@@ -1,0 +1,73 @@
+"""Tables for people: filtered, pivoted, written; the numbers are those of the rows."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from plastiscope import store
+from plastiscope.errors import NotEnoughEvidenceError, UsageError
+from plastiscope.show import View, compact, view, written
+from plastiscope.store import Row
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> pd.DataFrame:
+    for step in (1000, 50):
+        rows = [
+            Row("srank", "weight", step + block + (head or 0) / 10, "q", block, head)
+            for block in (0, 1)
+            for head in (None, 0)
+        ]
+        rows.append(Row("loss", "output", None, "head", status="no_labels"))
+        shared = {"run": "r_1", "checkpoint": str(step), "step": step, "task": None}
+        shared |= {"branch": "raw", "checkpoint_fingerprint": "f"}
+        store.write(store.checkpoint_file(tmp_path, "r", str(step)), rows, shared, "k", {})
+    return store.read(tmp_path)
+
+
+def test_a_pivot_by_step_is_in_numeric_order(table: pd.DataFrame) -> None:
+    wide = view(table, View(metrics=["srank"], pivot="step"))
+    assert list(wide.columns[-2:]) == ["50", "1000"]
+    at = wide[(wide["block"] == 1) & wide["head"].isna()]
+    assert at[["50", "1000"]].to_numpy().tolist() == [[51.0, 1001.0]]
+
+
+def test_filters_and_sorting(table: pd.DataFrame) -> None:
+    rows = view(table, View(metrics=["srank"], steps=[50], sort="-value", limit=2))
+    assert rows["value"].tolist() == [51.0, 51.0]
+    assert view(table, View(statuses=["no_labels"]))["value"].isna().all()
+    with pytest.raises(UsageError, match="did you mean 'srank'"):
+        view(table, View(metrics=["sranc"]))
+    with pytest.raises(UsageError, match="column to sort by"):
+        view(table, View(sort="valu"))
+    with pytest.raises(UsageError, match="column to pivot by"):
+        view(table, View(pivot="value"))
+    with pytest.raises(NotEnoughEvidenceError):
+        view(table, View(metrics=["loss"], components=["q"]))
+
+
+def test_csv_keeps_every_digit(table: pd.DataFrame) -> None:
+    rows = view(table.assign(value=1 / 3), View(metrics=["srank"]))
+    back = pd.read_csv(io.StringIO(written(rows, "csv")))
+    assert back["value"].tolist() == [1 / 3] * 8
+
+
+def test_latex_has_booktabs_and_escapes(table: pd.DataFrame) -> None:
+    text = written(view(table, View(metrics=["srank"], steps=[50])), "latex")
+    assert text.count("rule\n") == 3 and r"r\_1" in text and r"\toprule" in text
+    assert "51" in text and "nan" not in text.lower()
+
+
+def test_markdown_is_a_table_of_all_rows(table: pd.DataFrame) -> None:
+    lines = written(view(table, View(metrics=["srank"])), "markdown").splitlines()
+    assert len(lines) == 2 + 8 and all(line.startswith("|") for line in lines)
+
+
+def test_what_is_always_the_same_is_said_once(table: pd.DataFrame) -> None:
+    kept, same = compact(view(table, View(metrics=["srank"], steps=[50])))
+    assert same["run"] == "r_1" and same["step"] == "50" and "block" not in same
+    assert list(kept.columns) == ["block", "head", "value"]
