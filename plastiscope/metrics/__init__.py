@@ -22,7 +22,7 @@ from . import (
     weights,
 )
 from .definition import Explanation, Metric, explanation
-from .measurement import Place, jackknife, measure_with
+from .measurement import Place, jackknife, measure_with, rows_without
 from .totals import unit_totals, weight_totals
 
 if TYPE_CHECKING:
@@ -103,6 +103,7 @@ __all__ = [
     "Explanation",
     "Metric",
     "Place",
+    "absent",
     "default_metrics",
     "explain",
     "jackknife",
@@ -120,6 +121,16 @@ def measure(observation: Any, place: Place, only: frozenset[str] | None = None) 
     A metric that can't be computed is a row with a null value and the reason as its status.
     """
     return measure_with(METRICS, observation, place, only)
+
+
+def absent(kind: str, place: Place, status: str, only: frozenset[str] | None = None) -> list[Row]:
+    """Null rows for an observation that can't be made: "Features" without a CLS token, say.
+
+    `kind` is the name of the observation's type; `status` the reason ("no_cls_token",
+    "attention_not_exposed", ...).
+    """
+    needs = {"Features": {"Features", "Spectrum"}, "Weight": {"Weight", "Spectrum", "Magnitude"}}
+    return rows_without(METRICS, frozenset(needs.get(kind, {kind})), place, status, only)
 
 
 def network_totals(

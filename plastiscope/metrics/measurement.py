@@ -62,6 +62,29 @@ def measure_with(
     return rows
 
 
+def rows_without(
+    metrics: tuple[Metric, ...],
+    needs: frozenset[str],
+    place: Place,
+    status: str,
+    only: frozenset[str] | None,
+) -> list[Row]:
+    """A null row with the reason for every metric that needs what can't be observed there."""
+    return [
+        row
+        for metric in metrics
+        if metric.needs in needs and (only is None or metric.name in only)
+        if metric.components is None or place.component in metric.components
+        for row in rows_of(
+            metric,
+            Values(float("nan"), status=status),
+            place,
+            size=(None, None),
+            replicated=False,
+        )
+    ]
+
+
 def values_of(metric: Metric, given: Any) -> list[Values]:
     """What a metric finds, always as a list; a failure is a value with its reason."""
     try:

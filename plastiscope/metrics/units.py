@@ -21,6 +21,8 @@ _UNITS = ("permutation of units: unchanged", "scale of the layer: unchanged")
 
 def dormancy(means: Floats) -> Floats:
     """Each unit's mean over the layer's [1 + K, u]; NaN where the layer's isn't above 0."""
+    if means.shape[-1] == 0:
+        return means
     layer = means.mean(-1, keepdims=True)
     return np.where(layer > 0, means / np.where(layer > 0, layer, 1.0), np.nan)
 

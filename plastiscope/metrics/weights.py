@@ -143,7 +143,7 @@ def gram_deviation_normalized(weight: Weight) -> Floats:
     Misleads: as gram_deviation.
     """
     squares: Floats = (weight.spectrum.values**2 - 1.0) ** 2
-    return np.asarray(squares.mean(-1))
+    return np.asarray(squares.sum(-1) / max(squares.shape[-1], 1))
 
 
 @metric(

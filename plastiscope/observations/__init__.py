@@ -2,6 +2,7 @@
 
 from .attention import Attention, AttentionSums
 from .captures import capture
+from .coverage import Coverage
 from .features import Features, FeatureSums
 from .gradients import Plan
 from .jacobian import Jacobian, observe_jacobians
@@ -25,6 +26,7 @@ from .weights import Magnitude, Weight, in_threads
 __all__ = [
     "Attention",
     "AttentionSums",
+    "Coverage",
     "ChangeBound",
     "FeatureSums",
     "Features",

@@ -112,12 +112,15 @@ def _by_pairs(varying: Tensor, shared: Tensor) -> Tensor:
     n, t, _ = varying.shape
     all_v, all_s = varying.flatten(0, 1), shared.flatten(0, 1)
     total = varying.new_zeros(n, n, dtype=torch.float64)
-    size = max(1, WORK_BYTES // (n * t * t * varying.element_size()))
+    size = max(1, min(-(-n // 4), WORK_BYTES // (n * t * t * varying.element_size())))
     for start in range(0, n, size):
-        part = slice(start, start + size)
-        products = varying[part].flatten(0, 1) @ all_v.mT
-        products *= shared[part].flatten(0, 1) @ all_s.mT
-        total[part] = products.reshape(-1, t, n, t).sum(3).sum(1)
+        part, rest = slice(start, start + size), slice(start * t, None)
+        products = varying[part].flatten(0, 1) @ all_v[rest].mT
+        products *= shared[part].flatten(0, 1) @ all_s[rest].mT
+        found = products.reshape(-1, t, n - start, t).sum(3).sum(1).double()
+        # From these inputs on: the rest is the mirror image.
+        total[part, start:] = found
+        total[start:, part] = found.mT
     return total
 
 
@@ -127,13 +130,16 @@ def _by_copies(varying: Tensor, shared: Tensor, copies: int) -> Tensor:
     b = n // copies
     single = shared[::copies]
     by_input = varying.reshape(b, copies, t, p)
-    beside = by_input.transpose(1, 2).reshape(b, t, copies * p)
-    total = varying.new_zeros(b, copies, n, dtype=torch.float64)
+    total = varying.new_zeros(n, n, dtype=torch.float64)
     for i in range(b):
-        products = (single[i] @ single.flatten(0, 1).mT).reshape(t, b, t).transpose(0, 1)
-        weighted = (products @ beside).reshape(b, t, copies, p).transpose(1, 2)
-        total[i] = by_input[i].reshape(copies, t * p) @ weighted.reshape(n, t * p).mT
-    return total.reshape(n, n)
+        # From input i on: the rest is the mirror image.
+        products = (single[i:] @ single[i].mT).mT
+        weighted = products[:, None] @ by_input[i:]
+        rows, columns = slice(i * copies, (i + 1) * copies), slice(i * copies, n)
+        found = by_input[i].reshape(copies, t * p) @ weighted.reshape(-1, t * p).mT
+        total[rows, columns] = found.double()
+        total[columns, rows] = found.mT.double()
+    return total
 
 
 def _joined_outer(outer: list[Outer]) -> Outer:

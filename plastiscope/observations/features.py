@@ -23,6 +23,9 @@ from .spectra import Floats, Spectrum, Statuses
 _CHUNK = 1 << 22
 ROWS_LIMIT = 1 << 28
 """Bytes of rows held at most where the moments would be larger still (a vocabulary's logits)."""
+WIDE, WIDE_FOLDS = 512, 4
+"""Beyond this width every further fold costs more than its standard error is worth: the folds are
+joined to four for the spectra."""
 UNITS_LIMIT = 8192
 """Widest layer whose pairs of units are compared."""
 DUPLICATE_COSINE = 0.95
@@ -94,27 +97,35 @@ class FeatureSums:
         if self.moments is None:
             self._hold(x, fold)
         else:
-            self._add_moments(x, fold)
+            self._add_moments(x, fold % self.parts, self.sums, self.moments)
+            self.moment_counts += np.bincount((fold % self.parts).numpy(), minlength=self.parts)
 
     def _start(self, x: Tensor) -> None:
         self.dtype, self.shape = x.dtype, tuple(x.shape[1:])
+        wide = self.shape[-1] > WIDE
+        self.parts = min(self.folds, WIDE_FOLDS) if wide else self.folds
+        self.moment_counts = np.zeros(self.parts, dtype=np.int64)
         self.pivot = x.double().mean(0)
         heads = self.shape[:-1]
         self.norms = torch.zeros(self.folds, *heads, dtype=torch.float64, device=x.device)
 
     @property
     def _moment_bytes(self) -> int:
-        return self.folds * 8 * int(np.prod(self.shape)) * self.shape[-1]
+        return self.parts * 8 * int(np.prod(self.shape)) * self.shape[-1]
 
     def _hold(self, x: Tensor, fold: Tensor) -> None:
         if self.kept < 1:
             chosen = self._chosen(len(x), self.kept)
             x, fold = x[chosen.to(x.device)], fold[chosen]
         self.held.append(x.clone())
-        self.held_folds.append(fold)
+        self.held_folds.append(fold % self.parts)
         held = sum(part.numel() * part.element_size() for part in self.held)
         if held > self._moment_bytes and self._moment_bytes <= 2 * ROWS_LIMIT:
-            self._convert()
+            self.sums, self.moments = self._zeros()
+            for rows, folds in zip(self.held, self.held_folds, strict=True):
+                self._add_moments(rows, folds, self.sums, self.moments)
+                self.moment_counts += np.bincount(folds.numpy(), minlength=self.parts)
+            self.held = []
         elif held > ROWS_LIMIT:
             self._thin()
 
@@ -130,27 +141,23 @@ class FeatureSums:
         """A seeded choice: a regular one could take all rows of one fold."""
         return (torch.rand(rows, generator=self.generator) < share).nonzero().squeeze(1)
 
-    def _convert(self) -> None:
+    def _zeros(self) -> tuple[Tensor, Tensor]:
         assert self.pivot is not None
         zeros = self.pivot.new_zeros
-        self.sums = zeros(self.folds, *self.shape)
-        self.moments = zeros(self.folds, *self.shape, self.shape[-1])
-        for x, fold in zip(self.held, self.held_folds, strict=True):
-            self._add_moments(x, fold)
-        self.held = []
+        return zeros(self.parts, *self.shape), zeros(self.parts, *self.shape, self.shape[-1])
 
-    def _add_moments(self, x: Tensor, fold: Tensor) -> None:
-        assert self.moments is not None and self.pivot is not None
+    def _add_moments(self, x: Tensor, fold: Tensor, sums: Tensor, moments: Tensor) -> None:
+        assert self.pivot is not None
         size = max(1, _CHUNK // int(np.prod(self.shape)))
         for k in torch.unique(fold).tolist():
             for part in (fold == k).nonzero().squeeze(1).split(size):
                 rows = x if len(part) == len(x) else x[part.to(x.device)]
                 shifted = rows.double() - self.pivot
-                self.sums[k] += shifted.sum(0)
+                sums[k] += shifted.sum(0)
                 if x.ndim == 2:
-                    self.moments[k].addmm_(shifted.mT, shifted)
+                    moments[k].addmm_(shifted.mT, shifted)
                 else:
-                    self.moments[k] += shifted.permute(1, 2, 0) @ shifted.transpose(0, 1)
+                    moments[k] += shifted.permute(1, 2, 0) @ shifted.transpose(0, 1)
 
     def finish(self) -> Features:
         """Spectra of all rows, and of all rows but each fold's. Raises ValueError without rows."""
@@ -167,24 +174,23 @@ class FeatureSums:
     def _spectra(self) -> tuple[Spectrum, Spectrum, Tensor | None]:
         assert self.pivot is not None
         eps = float(torch.finfo(self.dtype).eps)
-        if self.moments is None:
+        if self.moments is not None:
+            sums, moments, counts = self.sums, self.moments, self.moment_counts
+        else:
             rows, fold = torch.cat(self.held), torch.cat(self.held_folds)
             if len(rows) < self.shape[-1]:
-                plain, centered = row_spectra(rows, fold, self.folds, self.pivot, eps)
+                plain, centered = row_spectra(rows, fold, self.parts, self.pivot, eps)
                 return plain, centered, _second(rows) if rows.ndim == 2 else None
-            counts = np.bincount(fold.numpy(), minlength=self.folds)
-            self._convert()
-        else:
-            counts = self.counts
-        assert self.moments is not None
-        plain, centered = moment_spectra(self.moments, self.sums, counts, self.pivot, eps)
-        second = self._whole_moment(int(counts.sum())) if len(self.shape) == 1 else None
+            counts = np.bincount(fold.numpy(), minlength=self.parts)
+            sums, moments = self._zeros()
+            self._add_moments(rows, fold, sums, moments)
+        plain, centered = moment_spectra(moments, sums, counts, self.pivot, eps)
+        second = None
+        if len(self.shape) == 1:
+            cross = torch.outer(sums.sum(0), self.pivot)
+            square = int(counts.sum()) * torch.outer(self.pivot, self.pivot)
+            second = moments.sum(0) + cross + cross.mT + square
         return plain, centered, second
-
-    def _whole_moment(self, n: int) -> Tensor:
-        assert self.moments is not None and self.pivot is not None
-        cross = torch.outer(self.sums.sum(0), self.pivot)
-        return self.moments.sum(0) + cross + cross.mT + n * torch.outer(self.pivot, self.pivot)
 
 
 def _second(rows: Tensor) -> Tensor | None:

@@ -145,8 +145,7 @@ def _plan(module: nn.Module, forward: Forward, few: Batch, scalars: Scalars) -> 
             watcher, axes = again, {**axes, **dict.fromkeys(common, 0)}
         except (RuntimeError, ValueError):
             common = frozenset()  # What follows doesn't take a table for each input.
-    alone = _one_by_one(forward, few, scalars, parameters, list(parameters))
-    exact = {name: direct_gram(g) for name, g in alone.items()}
+    exact = _one_by_one(forward, few, scalars, parameters, list(parameters))
     # What a softmax cancels (the key's bias) has a gradient of rounding alone.
     floor = 1e-10 * sum(float(part.diagonal().max()) for part in exact.values())
     layered = {
@@ -319,7 +318,7 @@ def _one_by_one(
     parameters: Mapping[str, nn.Parameter],
     names: Sequence[str],
 ) -> dict[str, Tensor]:
-    """Gradients [n, size] by plain autograd, one input after the other; not of unused ones."""
+    """Grams [n, n] by plain autograd, one input after the other; not of unused parameters."""
     wanted = [parameters[name] for name in names]
     found: dict[str, list[Tensor | None]] = {name: [] for name in names}
     for i in range(_size(batch)):
@@ -330,7 +329,9 @@ def _one_by_one(
         for name, g in zip(names, gradients, strict=True):
             found[name].append(g if g is None else g.flatten())
     return {
-        name: torch.stack([p.new_zeros(p.numel()) if g is None else g for g in found[name]])
+        name: direct_gram(
+            torch.stack([p.new_zeros(p.numel()) if g is None else g for g in found[name]])
+        )
         for name, p in zip(names, wanted, strict=True)
         if any(g is not None for g in found[name])
     }
@@ -457,8 +458,8 @@ def _add_looped(
                     f"the limit is {memory_limit / 1e6:.1f} MB: use fewer inputs or raise the limit"
                 )
         if chosen and (name is None or need > room):
-            for done, g in _one_by_one(forward, batch, scalars, parameters, chosen).items():
-                reducer.add(done, direct_gram(g))
+            for done, part in _one_by_one(forward, batch, scalars, parameters, chosen).items():
+                reducer.add(done, part)
             room, chosen = memory_limit, []
         if name is not None:
             chosen.append(name)

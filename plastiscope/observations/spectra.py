@@ -104,7 +104,8 @@ def _solve(matrices: Tensor) -> tuple[Floats, Floats, Statuses]:
     good = np.flatnonzero(status == "ok")
     if len(good):
         # Powers of two are exact, and keep squares of float64 entries within range.
-        scale = np.ldexp(1.0, np.frexp(largest[good])[1] - 1)
+        exponent = np.frexp(largest[good])[1] - 1 if matrices.dtype == torch.float64 else 0
+        scale = np.ldexp(np.ones(len(good)), exponent)
         chosen = matrices if len(good) == len(matrices) else matrices[torch.as_tensor(good)]
         values[good], square[good] = _values_of_scaled(chosen, scale)
         values[good] *= scale[:, None]
@@ -118,8 +119,10 @@ def _values_of_scaled(matrices: Tensor, scale: Floats) -> tuple[Floats, Floats]:
     r, c = matrices.shape[1:]
     n = min(r, c)
     if len(matrices) > 1 or r * c <= _CHUNK:
-        scaled = matrices.double() / torch.as_tensor(scale, device=matrices.device)[:, None, None]
-        square = scaled.square().sum((1, 2)).cpu().numpy()
+        scaled = matrices.double()
+        if matrices.dtype == torch.float64:
+            scaled = scaled / torch.as_tensor(scale, device=matrices.device)[:, None, None]
+        square = torch.linalg.vector_norm(scaled, dim=(1, 2)).square().cpu().numpy()
         if n <= DIRECT_SIDE or matrices.dtype == torch.float64:
             return _checked(scaled, square, _singular_values(scaled, square)), square
         gram = scaled @ scaled.mT if r <= c else scaled.mT @ scaled

@@ -48,8 +48,8 @@ class Magnitude:
     ) -> Magnitude:
         """Of a whole tensor of any shape (biases and gains too); `batched`: axis 0 are heads."""
         flat = tensor.detach().flatten(1) if batched else tensor.detach().reshape(-1)
-        absolute = _sums(flat, lambda part: part.abs())
-        square = _sums(flat, lambda part: part.square())
+        absolute = _norm(flat, 1)
+        square = _norm(flat, 2) ** 2
         status = np.where(np.isfinite(absolute), "ok", "non_finite").astype("<U16")
         status = np.where(square == 0, "zero_matrix", status).astype("<U16")
         return cls(
@@ -116,19 +116,24 @@ def _distance(tensor: Tensor, other: Tensor | None, batched: bool) -> Floats | s
         return "shape_changed"
     start = 1 if batched else 0
     now, before = tensor.detach().flatten(start), other.detach().flatten(start)
-    return _sums(now, lambda part: part.square(), before)
+    return _square_distance(now, before)
 
 
-def _sums(flat: Tensor, term: Callable[[Tensor], Tensor], minus: Tensor | None = None) -> Floats:
-    """Sums over the last axis in float64, a few million entries at a time."""
-    total = torch.zeros(flat.shape[:-1], dtype=torch.float64, device=flat.device)
-    size = max(1, (1 << 22) // max(1, flat.shape[:-1].numel()))
-    for start in range(0, flat.shape[-1], size):
-        part = flat[..., start : start + size].double()
-        if minus is not None:
-            part = part - minus[..., start : start + size].to(flat.device).double()
-        total += term(part).sum(-1)
-    return total.cpu().numpy()
+def _norm(flat: Tensor, order: int) -> Floats:
+    """Along the last axis, summed in float64 without a float64 copy."""
+    found = torch.linalg.vector_norm(flat, order, dim=-1, dtype=torch.float64)
+    return np.asarray(found.cpu().numpy(), dtype=np.float64)
+
+
+def _square_distance(now: Tensor, before: Tensor) -> Floats:
+    """Sums of squares over the last axis in float64, a few million entries at a time."""
+    total = torch.zeros(now.shape[:-1], dtype=torch.float64, device=now.device)
+    size = max(1, (1 << 22) // max(1, now.shape[:-1].numel()))
+    for start in range(0, now.shape[-1], size):
+        part = now[..., start : start + size].double()
+        part -= before[..., start : start + size].to(now.device)
+        total += part.square().sum(-1)
+    return np.asarray(total.cpu().numpy(), dtype=np.float64)
 
 
 def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:

@@ -158,3 +158,13 @@ def test_no_label_and_no_number_are_reasons():
 def test_labels_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="don't fit"):
         OutputSums(2).add(torch.zeros(2, 5, 3), torch.zeros(2, 4, dtype=torch.long))
+
+
+def test_highest_entropy_of_the_llm_study():
+    """Causal queries at positions 256 to 2048 see as many keys: Hmax 6.9215 nats."""
+    seen = torch.arange(2048)[None] < torch.arange(256, 2049)[:, None]
+    uniform = (seen / seen.sum(1, keepdim=True))[None, None]
+    found = rows(uniform, seen, folds=1)
+    assert found["attention_entropy", "", 0].maximum == pytest.approx(6.9215, abs=2e-4)
+    assert found["attention_entropy", "", 0].value == pytest.approx(6.9215, abs=2e-4)
+    assert found["lazy_head", "threshold=0.9", None].value == 1

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from plastiscope.metrics import Place, measure
+from plastiscope.metrics import Place, absent, measure
 from plastiscope.observations import FeatureSums, features
 
 PLACE = Place("fc2", 0, "feature")
@@ -177,3 +177,24 @@ def test_rank_residual_is_taken_input_by_input():
 def test_no_rows_is_an_error():
     with pytest.raises(ValueError, match="no rows"):
         FeatureSums(2).finish()
+
+
+def test_wide_layers_join_their_folds_to_four():
+    x = data(640, 520)
+    found = rows(summed(x, folds=8, batch=64))["participation_ratio", ""]
+    fold = torch.arange(640) % 4
+
+    def ratio(part):
+        lam = torch.linalg.svdvals(part.double() - part.double().mean(0)) ** 2
+        return float(lam.sum() ** 2 / lam.square().sum())
+
+    left = np.array([ratio(x[fold != k]) for k in range(4)])
+    expected = np.sqrt(3 / 4 * ((left - left.mean()) ** 2).sum())
+    assert found.standard_error == pytest.approx(expected, rel=1e-6)
+
+
+def test_absent_cls_token_is_a_row_with_the_reason():
+    found = absent("Features", Place("fc2", 0, "feature", tokens="cls"), "no_cls_token")
+    assert {r.status for r in found} == {"no_cls_token"} and {r.value for r in found} == {None}
+    assert "effective_rank" in {r.metric for r in found}
+    assert {r.tokens for r in found} == {"cls"}

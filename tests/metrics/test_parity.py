@@ -60,3 +60,26 @@ def test_heads_are_bounded_by_the_llm_study():
     assert highest == pytest.approx(6.9215, abs=2e-4)
     assert 0.9 * highest == pytest.approx(6.2293, abs=2e-4)
     assert 0.1 * highest == pytest.approx(0.6921, abs=2e-4)
+
+
+def test_weightwatcher_agrees_on_shared_layers():
+    """Stable rank, spectral norm and entropy-type values of the same layers, to 1e-6."""
+    ww = pytest.importorskip("weightwatcher", reason="parity needs: pip install weightwatcher")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(120, 80, bias=False), torch.nn.Tanh(), torch.nn.Linear(80, 60, bias=False)
+    )
+    watcher = ww.WeightWatcher(model=model)
+    details = watcher.analyze(min_evals=10, plot=False).sort_values("layer_id")
+    layers = [model[0].weight, model[2].weight]
+    assert len(details) == 2
+    for (_, theirs), weight in zip(details.iterrows(), layers, strict=True):
+        found = values(Weight.of(weight.detach()))
+        assert found["stable_rank", ""] == pytest.approx(theirs["stable_rank"], rel=1e-6)
+        assert found["spectral_norm", ""] ** 2 == pytest.approx(theirs["spectral_norm"], rel=1e-5)
+        # Their entropy is that of sigma^2 over its sum, divided by ln(smaller side).
+        share = np.linalg.svd(weight.detach().double().numpy(), compute_uv=False) ** 2
+        share /= share.sum()
+        entropy = -(share * np.log(share)).sum()
+        assert np.log(found["effective_rank_squared", ""]) == pytest.approx(entropy, rel=1e-6)
+        assert theirs["entropy"] == pytest.approx(entropy / np.log(min(weight.shape)), rel=1e-3)

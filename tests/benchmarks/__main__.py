@@ -1,0 +1,26 @@
+"""`python -m tests.benchmarks [NAME ...]`: the table of all benchmarks, or of some.
+
+From a checkout, with the test extra installed. NAME is a bench module without its `bench_`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from tests.benchmarks.harness import HEADER
+
+
+def main(names: list[str]) -> None:
+    """Print one Markdown row for each comparison as it's done."""
+    every = sorted(p.stem.removeprefix("bench_") for p in Path(__file__).parent.glob("bench_*.py"))
+    print(HEADER, flush=True)
+    for name in names or every:
+        module = importlib.import_module(f"tests.benchmarks.bench_{name}")
+        for found in module.comparisons():
+            print(found.line(), flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
