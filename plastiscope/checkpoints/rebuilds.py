@@ -166,12 +166,17 @@ def _from_type(args: tuple[Any, ...]) -> Any:
         return Stub(args[0].name if isinstance(args[0], Global) else "unknown", args)
     made = rebuild(tuple(args[2]))
     state = args[3] if len(args) > 3 else None
-    local = state.get("_local_tensor") if isinstance(state, dict) else None
+    parts = state if isinstance(state, tuple) else (state,)
+    local = next((p["_local_tensor"] for p in parts if _holds_local(p)), None)
     if isinstance(local, Stored) and isinstance(made, Stored):
         if local.shape == made.shape:
             return local
         return Stored(made.shape, made.dtype, note="one process's shard of a distributed tensor")
     return made
+
+
+def _holds_local(part: Any) -> bool:
+    return isinstance(part, dict) and "_local_tensor" in part
 
 
 def _from_numpy(args: tuple[Any, ...]) -> Any:

@@ -216,6 +216,27 @@ def test_incomplete_distributed_folder_is_skipped(tmp_path, one_run):  # L24
         discover(tmp_path)
 
 
+@pytest.fixture
+def process_group(tmp_path):
+    """A process group of one, over a file."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_distributed_tensors_in_an_ordinary_file(tmp_path, process_group):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    values = torch.arange(12.0).reshape(4, 3)
+    mesh = init_device_mesh("cpu", (1,))
+    torch.save({"w.weight": distribute_tensor(values, mesh, [Shard(0)])}, tmp_path / "a.pt")
+    state = discover(tmp_path / "a.pt")[0].checkpoints[0].open()
+    # One process holds all of it; a part of it would be no data.
+    assert torch.equal(state.read("w.weight"), values)
+
+
 def zero_folder(folder, sd, stage, processes=2, tied=None):
     """The files of DeepSpeed's engine for one group of parameters, after its own layout."""
     folder.mkdir(parents=True)

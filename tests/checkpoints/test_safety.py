@@ -6,10 +6,10 @@ import io
 import os
 import pickle
 import struct
-import subprocess
 import sys
 import time
 import types
+import warnings
 import zipfile
 from pathlib import Path
 
@@ -73,39 +73,37 @@ def test_nothing_is_executed(tmp_path, table, one_run, new):  # L01
     assert marker.exists()
 
 
-def test_pickled_module_of_another_repository(tmp_path, tensors, monkeypatch):  # L02
-    source = tmp_path / "source" / "models"
-    source.mkdir(parents=True)
-    (source / "__init__.py").write_text("")
-    (source / "net.py").write_text(
-        "import torch\n"
-        "class Net(torch.nn.Module):\n"
-        "    def __init__(self):\n"
-        "        super().__init__()\n"
-        "        self.body = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))\n"
-        "        self.scale = torch.nn.Parameter(torch.full((1,), 3.0))\n"
-        "        self.register_buffer('hidden', torch.zeros(5), persistent=False)\n"
-    )
-    path = tmp_path / "model.pt"
-    script = (
-        f"import torch; from models.net import Net; m = Net(); torch.save(m, {str(path)!r}); "
-        f"torch.save(m.state_dict(), {str(path) + '.sd'!r})"
-    )
-    subprocess.run([sys.executable, "-c", script], cwd=tmp_path / "source", check=True)
-    expected = torch.load(f"{path}.sd", weights_only=True)
-    Path(f"{path}.sd").unlink()
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
+        self.scale = torch.nn.Parameter(torch.full((1,), 3.0))
+        self.register_buffer("hidden", torch.zeros(5), persistent=False)
 
-    work = tmp_path / "work"
-    (work / "models").mkdir(parents=True)
-    (work / "models" / "__init__.py").write_text("open('imported', 'w').close()\n")
-    (work / "models" / "net.py").write_text("open('imported', 'w').close()\n")
-    monkeypatch.chdir(work)
-    monkeypatch.syspath_prepend(str(work))
-    found = tensors(path)
+
+@pytest.mark.parametrize("new", [True, False])
+def test_pickled_module_of_another_repository(tmp_path, tensors, monkeypatch, new):  # L02
+    module = types.ModuleType("models.net")
+    module.Net = Net
+    monkeypatch.setattr(Net, "__module__", "models.net")
+    sys.modules["models"], sys.modules["models.net"] = types.ModuleType("models"), module
+    model = Net()
+    path = tmp_path / "model.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.save(model, path, _use_new_zipfile_serialization=new)
+    del sys.modules["models"], sys.modules["models.net"]
+
+    (tmp_path / "models").mkdir()
+    for name in ("__init__.py", "net.py"):
+        (tmp_path / "models" / name).write_text("open('imported', 'w').close()\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    found, expected = tensors(path), model.state_dict()
     assert set(found) == set(expected)
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name], tensor, rtol=0, atol=0)
-    assert not (work / "imported").exists()
+    assert not (tmp_path / "imported").exists()
     state = discover(path)[0].checkpoints[0].open()
     assert "models.net.Net" in state.stubs
     assert state.tensors["body.1.running_mean"].kind == "buffer"
