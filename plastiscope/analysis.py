@@ -19,7 +19,8 @@ from . import checkpoints, metrics, probe, store
 from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
-from .network import Network, label, open_network, signature
+from .network import Network, counted_entries, label, open_network, signature
+from .observations import Coverage
 from .probe.find import beside
 from .replay import Replay, Sampling
 from .weigh import Earlier, Read, Scales
@@ -339,6 +340,10 @@ class _Session:
             self._readers(position, network),
         )
         yield from scales.weigh(network.anatomy)
+        seen, outputs = network.observed()
+        found = Coverage(scales.entries(), counted_entries(state), seen, outputs)
+        place = metrics.Place("network", None, "network")
+        yield from metrics.measure(found, place, self.chosen)
         if network.live is None:
             return
         network.fill(state)

@@ -107,11 +107,7 @@ def _components(network: Network) -> list[dict[str, Any]]:
             "path": c.path,
             "tensors": sorted({network.stored_name(m.tensor) for m in c.weights}),
             "heads": len(c.heads),
-            "replayed": network.live is not None
-            and (
-                c.features is not None
-                or (c.name in ("q", "k", "v") and c.block in network.anatomy.attention)
-            ),
+            "replayed": network.is_observed(c),
         }
         for c in network.anatomy.components
     ]

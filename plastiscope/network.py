@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,21 @@ import torch
 
 from . import models, probe
 from .anatomy import Proof, effective_tensors, from_names, trace, verify
-from .anatomy.parts import Anatomy
+from .anatomy.parts import Anatomy, Component
 from .checkpoints import State
 from .config import Settings
 from .errors import UsageError
 from .models.live import Batch, Live
+from .replay import PROJECTIONS
 from .weigh import Read, cover
+
+CANONICAL = frozenset(
+    {
+        "embedding", "norm1", "q", "k", "v", "attention_output", "residual1", "norm2", "gate",
+        "fc1", "activation", "fc2", "residual2", "final_norm", "head", "conv", "fc", "norm",
+    }
+)  # fmt: skip
+"""Names of components that have an output in the forward pass."""
 
 
 def label(each: probe.Probe) -> str:
@@ -28,6 +38,17 @@ def signature(state: State) -> str:
     """A name for the architecture: the tensors' names and shapes."""
     text = "\n".join(f"{n} {i.shape}" for n, i in state.tensors.items())
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def is_part(component: Component) -> bool:
+    """Whether a component has an output of its own: a bias or a table of positions has none."""
+    return component.features is not None or component.name in CANONICAL
+
+
+def counted_entries(state: State) -> int:
+    """Entries of the weights of a state: no buffers, tied tensors once."""
+    infos = [i for i in state.tensors.values() if i.kind == "weight" and i.alias_of is None]
+    return sum(math.prod(i.shape) for i in infos)
 
 
 @dataclass(frozen=True)
@@ -86,6 +107,17 @@ class Network:
         stored = self.stored_name(name)
         info = state.tensors.get(stored)
         return info.alias_of if info is not None and info.alias_of else stored
+
+    def observed(self) -> tuple[int, int]:
+        """How many components are seen in a replay, of those that have an output."""
+        parts = [c for c in self.anatomy.components if is_part(c)]
+        seen = [c for c in parts if self.is_observed(c)]
+        return (len(seen) if self.live else 0), len(parts)
+
+    def is_observed(self, component: Component) -> bool:
+        """Whether a replay sees the component's output, by itself or at the attention."""
+        at_attention = component.name in PROJECTIONS and component.block in self.anatomy.attention
+        return self.live is not None and (component.features is not None or at_attention)
 
     def fill(self, state: State) -> None:
         """Put a state's tensors into the live model."""

@@ -97,6 +97,11 @@ class Scales:
         except (KeyError, IndexError):
             return None
 
+    def entries(self) -> int:
+        """How many entries were measured, tied ones once."""
+        sums = [weight.parts["Magnitude"] for weight in self.seen.values()]
+        return sum(one.count * one.square.size for one in sums)
+
     def _totals(self) -> list[Row]:
         rows = weight_totals(self.seen, self.types, only=self.only)
         inner = {k: w for k, w in self.seen.items() if self.types[k] != EMBEDDING}

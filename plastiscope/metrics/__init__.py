@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import unknown
 from . import (
     attention,
+    coverage,
     features,
     jacobian,
     kernel,
@@ -69,6 +70,7 @@ METRICS: tuple[Metric, ...] = (
     attention.attention_rank,
     outputs.loss,
     outputs.accuracy,
+    coverage.coverage,
     kernel.ntk_trace,
     kernel.ntk_condition_number,
     kernel.ntk_effective_rank,

@@ -26,8 +26,8 @@ from .weights import Magnitude, Weight, in_threads
 __all__ = [
     "Attention",
     "AttentionSums",
-    "Coverage",
     "ChangeBound",
+    "Coverage",
     "FeatureSums",
     "Features",
     "Jacobian",
