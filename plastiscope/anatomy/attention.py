@@ -141,9 +141,16 @@ def _explicit_parts(
         return None
     query = _query_axis(record, scores, key, ndim) if same else ndim - 2
     leading = tuple(a for a in range(ndim) if a not in (query, key))
+    used = _operand_from(record, mix, call.outputs[0])
+    narrowed = record.values[used].tensor
+    shape = record.values[call.outputs[0]].tensor.shape
+    if narrowed.ndim == ndim and narrowed.shape[key] < shape[key]:  # a sink column is dropped
+        seen = Part(used, _site_of_operand(mix, used), leading, query, key)
+    else:
+        seen = Part(call.outputs[0], call.site, leading, query, key)
     maps = {
         "scores": Part(call.inputs[0], _port(call.site, "input"), leading, query, key),
-        "probabilities": Part(call.outputs[0], call.site, leading, query, key),
+        "probabilities": seen,
     }
     return {**found, **mixed, **maps}
 
@@ -184,6 +191,13 @@ def _on_to_product(record: Record, number: int, linear: dict[int, Product]) -> C
             elif call.op in RESHAPES | POINTWISE:
                 waiting.extend(call.outputs)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _operand_from(record: Record, call: Call, number: int) -> int:
+    """The operand of a product that comes from a value."""
+    pair = operands_of(record, call)
+    assert pair is not None
+    return pair[0] if reaches(record, number, pair[0]) else pair[1]
 
 
 def _site_of_operand(call: Call, number: int) -> Site:

@@ -122,7 +122,11 @@ def _serves(record: Record, product: Product, attention: Attention) -> bool:
 
 def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
     record = scene.record
-    later = scene.attention[block.index + 1 :]
+    later = [
+        a
+        for a in scene.attention[block.index + 1 :]
+        if record.precedes(anchor, a.parts["output"].value)
+    ]
     limit = later[0].parts["output"].value if later else record.output
     busy = {p.call.index for a in later[:1] for side in a.sources.values() for p in side}
     for r in scene.residuals:
@@ -170,14 +174,22 @@ def _find_norms(scene: Scene, block: Block) -> None:
 
 
 def _norm_before(scene: Scene, product: Product, start: int) -> Norm | None:
-    """The last norm between the stream and a linear map, with no other linear map in between."""
-    record = scene.record
+    """The last norm between the stream and a linear map that no other linear map comes before.
+
+    With no stream known, the last one with no linear map after it.
+    """
+    record, known = scene.record, start >= 0
     fitting = [
         n
         for n in scene.norms
-        if (start < 0 or reaches(record, start, n.source))
+        if (not known or reaches(record, start, n.source))
         and reaches(record, n.output, product.source)
-        and not any(within(record, p, n.output, product.source) for p in scene.linear)
+        and not any(
+            within(record, p, start, n.source)
+            if known
+            else within(record, p, n.output, product.source)
+            for p in scene.linear
+        )
     ]
     return fitting[-1] if fitting else None
 
@@ -300,6 +312,8 @@ def activation_component(
     record = scene.record
     before = site_of(record, activation.source)
     path = before.module if before else ""
+    values = [record.values[n].tensor.shape for n in (activation.source, activation.output)]
+    before = before if values[0] == values[1] else None
     for part in record.modules:
         if part.inputs[:1] == (activation.source,) and part.outputs[:1] == (activation.output,):
             path = part.site.module

@@ -16,7 +16,8 @@ RESHAPES = {
     "narrow", "squeeze", "unsqueeze", "expand", "expand_as", "broadcast_to", "repeat",
     "repeat_interleave", "tile", "cat", "concat", "concatenate", "stack", "hstack", "roll", "flip",
     "index_select", "alias", "unsafe_chunk", "pad", "ravel", "take_along_dim", "gather", "data",
-    "unsafe_split", "_unsafe_view", "constant_pad_nd", "slice",
+    "unsafe_split", "_unsafe_view", "copy_", "__setitem__", "as_strided_scatter",
+    "constant_pad_nd", "slice",
 }  # fmt: skip
 CASTS = {"to", "float", "double", "half", "bfloat16", "type", "type_as", "_to_copy", "cpu"}
 POINTWISE = CASTS | {

@@ -159,7 +159,8 @@ def undisturbed(module: nn.Module) -> Iterator[None]:
         # Nothing is compiled before torch._dynamo is loaded, which takes seconds: so not by us.
         if "torch._dynamo" in sys.modules and hasattr(torch.compiler, "set_stance"):
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-        module.eval()
+        for part, _ in flags:
+            part.training = False  # not eval(): some modules merge weights there
         try:
             yield
         finally:

@@ -124,7 +124,24 @@ class Record(Follower):
             return result  # a cast or copy that wasn't needed
         self.calls.append(call)
         call.outputs = self._made(call, written)
+        if rewrites(site.op) and given:
+            self._write_through(given[0], call)
         return result
+
+    def _write_through(self, view: Tensor, call: Call) -> None:
+        """A view was rewritten: its base is another value from now on, made of both."""
+        base = view._base
+        if base is None or id(base) not in self._current or not base.is_contiguous():
+            return
+        old, new = self._current[id(base)], self._current[id(view)]
+        place = (view.size(), view.stride(), view.storage_offset() - base.storage_offset())
+        site = Site(call.site.module, call.site.call, SCATTER, -1)
+        written = Call(
+            len(self.calls), site, torch.as_strided_scatter,
+            (Ref(old), Ref(new), *place), {}, (old, new), (old, new),
+        )  # fmt: skip
+        self.calls.append(written)
+        written.outputs = self._made(written, [base])
 
     def _made(self, call: Call, written: list[Tensor]) -> tuple[int, ...]:
         sources = [self.values[n] for n in call.inputs]
@@ -309,6 +326,7 @@ class Record(Follower):
         return path[::-1]
 
 
+SCATTER = "as_strided_scatter"
 LIKE = {"type_as", "view_as", "reshape_as", "expand_as", "to", "type"}
 EMPTY = {"zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like"}
 PICKS = {"__getitem__", "index_select"}

@@ -45,12 +45,12 @@ def site_of(record: Record, number: int) -> Site | None:
         if part.outputs and part.outputs[0] == number:
             return part.site
     call = record.call_of(number)
-    if call is not None and len(call.outputs) == 1:
+    if call is not None and len(call.outputs) == 1 and call.site.ordinal >= 0:
         return call.site
     for part in record.modules:
         if part.inputs and part.inputs[0] == number:
             return _port(part.site, 0)
-    takers = record.consumers(number)
+    takers = [c for c in record.consumers(number) if c.site.ordinal >= 0]
     return _port(takers[0].site, takers[0].ports.index(number)) if takers else None
 
 

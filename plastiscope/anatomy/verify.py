@@ -31,9 +31,12 @@ TOLERANCE = {torch.float64: 1e-6}
 
 @dataclass(frozen=True)
 class Proof:
-    """Whether one block's map is right. `error` is the largest difference of q, k, v, attention
-    probabilities, attention output and projected output from the model's own, each relative to
-    its largest value; `reason` says what failed first."""
+    """Whether one block's map is right, as far as it claims heads.
+
+    `error` is the largest difference of q, k, v, attention probabilities, mixed values and the
+    projected output from the model's own, each relative to its largest value; `reason` says what
+    failed first.
+    """
 
     block: int
     ok: bool
@@ -50,6 +53,9 @@ def verify(
     tensors: Mapping[str, Tensor],
 ) -> tuple[Proof, ...]:
     """One proof for every attention of the anatomy, on the module's present weights.
+
+    A part without heads claims nothing, and the model's own values stand in for it; a block in
+    which neither q, k nor v has heads isn't proved.
 
     `tensors` gives the effective weights by the anatomy's names: the checkpoint's own.
     """
@@ -82,14 +88,18 @@ def _proof(
     tolerance = TOLERANCE.get(dtype, 1e-5)
     errors: dict[str, float] = {}
     try:
-        rebuilt = {x: _rebuilt(scene, site, x, parts[x]) for x in "qkv"}
+        split = {x: part for x in "qkv" if (part := parts[x]) is not None and part.heads}
+        if not split:
+            raise RefutedError("neither q, k nor v has heads")
+        rebuilt = {x: _rebuilt(scene, site, x, part) for x, part in split.items()}
         for x, value in rebuilt.items():
             errors[x] = _error(value, record.values[record.at(_operand(site, x).site)].tensor)
         own, new = _attention(record, site, {}), _attention(record, site, rebuilt)
         errors["probabilities"] = _error(new.probabilities, own.probabilities)
-        errors["attention output"] = _error(_mixed(new, site), own.output)
-        if parts["attention_output"] is not None and parts["attention_output"].heads:
-            errors["attention_output"] = _projected(scene, site, parts["attention_output"])
+        errors["mixed values"] = _error(_mixed(new, site), own.output)
+        output = parts["attention_output"]
+        if output is not None and output.heads:
+            errors["attention_output"] = _projected(scene, site, output)
     except (RefutedError, LookupError) as refuted:
         return Proof(block, False, math.inf, tolerance, str(refuted))
     wrong = [x for x, error in errors.items() if not error <= tolerance]
@@ -113,12 +123,10 @@ def _error(new: Tensor, own: Tensor) -> float:
 # --- q, k and v ---
 
 
-def _rebuilt(scene: _Scene, site: AttentionSite, letter: str, part: Component | None) -> Tensor:
+def _rebuilt(scene: _Scene, site: AttentionSite, letter: str, part: Component) -> Tensor:
     """q, k or v as it arrives at the attention, each head from its own slice alone."""
     record, operand = scene.record, _operand(site, letter)
     number = record.at(operand.site)
-    if part is None or not part.heads:
-        raise RefutedError(f"{letter} has no heads")
     sources = feeding(record, number, scene.linear)
     if len(sources) != 1 or any(h.tensor != sources[0].tensor for h in part.heads):
         raise RefutedError(f"{letter} doesn't come from {part.heads[0].tensor} alone")

@@ -192,6 +192,7 @@ def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionC
     assert site.scores is not None and site.probabilities is not None
     scores = arranged.operand(site.scores, held["scores"])
     maps = arranged.operand(site.probabilities, held["probabilities"])
+    scores = _without_sinks(scores, maps)
     seen = scores > HIDDEN
     return AttentionCall(
         arranged.q(held["q"]),
@@ -202,6 +203,16 @@ def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionC
         lambda: scores,
         maps if maps.dtype == torch.float64 else maps.float(),
     )
+
+
+def _without_sinks(scores: Tensor, maps: Tensor) -> Tensor:
+    """The scores of the keys alone, when the softmax ran over further columns, first or last."""
+    keys = maps.shape[-1]
+    if scores.shape[-1] == keys:
+        return scores
+    whole = torch.softmax(scores.to(maps), -1)
+    first = (whole[..., :keys] - maps).abs().max() <= (whole[..., -keys:] - maps).abs().max()
+    return scores[..., :keys] if first else scores[..., -keys:]
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,6 @@ WRONG = {
         replace(one, rows=tuple(sorted(m for each in h for m in each.rows or ()))) for one in h
     ),
     "half of the rows": lambda h: tuple(replace(one, rows=(one.rows or ())[::2]) for one in h),
-    "no heads": lambda h: (),
 }
 
 
@@ -128,3 +127,17 @@ def test_other_weights_than_the_models_are_refused() -> None:
     assert not verify(net, inputs_to(net), batch, anatomy, other)[0].ok
     broken = {n: p * float("nan") for n, p in weights(net).items()}
     assert not verify(net, inputs_to(net), batch, anatomy, broken)[0].ok
+
+
+def test_part_without_heads_claims_nothing() -> None:
+    """The others are still proved, or refused; with no heads at all nothing is."""
+    model, anatomy = traced("gpt2-sdpa")
+    own = weights(model.module)
+    without = with_heads(anatomy, "k", ())
+    assert verify(model.module, model.forward, model.batch, without, own)[0].ok
+    wrong = with_heads(without, "q", heads_of(anatomy, "q")[::-1])
+    assert not verify(model.module, model.forward, model.batch, wrong, own)[0].ok
+    for part in "qv":
+        without = with_heads(without, part, ())
+    proof = verify(model.module, model.forward, model.batch, without, own)[0]
+    assert not proof.ok and "heads" in proof.reason
