@@ -21,6 +21,7 @@ _PAIR = re.compile(
     r"(?P<target>.+?)\.(?:(?P<peft>lora_(?:embedding_)?[AB])(?:\.(?!weight$)(?P<which>\w+))?(?:\.weight)?"
     r"|(?P<mlx>lora_[ab])|(?P<kohya>lora_(?:down|up))\.weight)$"
 )
+_ROWS = 256
 _LEFTOVER = re.compile(r"\.(original_module|base_layer)\.")
 
 
@@ -112,7 +113,11 @@ def _update(a: Stored, b: Stored, scale: float) -> Stored:
 
     def read() -> torch.Tensor:
         left, right = b.read().double().flatten(1), a.read().double().flatten(1)
-        return (scale * (left @ right)).reshape(shape).float()
+        product = torch.empty(left.shape[0], right.shape[1])
+        # In float64, a few rows at a time: the whole product is many times its factors.
+        for at in range(0, left.shape[0], _ROWS):
+            product[at : at + _ROWS] = scale * (left[at : at + _ROWS] @ right)
+        return product.reshape(shape)
 
     if not (a.has_data and b.has_data):
         return Stored(shape, torch.float32)

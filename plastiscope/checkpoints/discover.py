@@ -44,6 +44,8 @@ def discover(path: str | Path, options: Options = _DEFAULT) -> list[Run]:
     entry = place.entry(inner)
     if entry is None:
         raise UsageError(f"no such file or directory: {shown}")
+    if options.trust_pickle and place.remote:
+        raise UsageError(f"--trust-pickle: {shown} isn't a local file: download it first")
     search = _Search(Source(place, options, *_base(options)))
     if not entry.folder:
         return [search.single(entry)]

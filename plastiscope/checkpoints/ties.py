@@ -63,8 +63,16 @@ def same_values(one: Stored, other: Stored) -> bool:
         whole = all(s.nbytes == t.numel * t.dtype.itemsize for s, t in ((a, one), (b, other)) if s)
         if a and b and whole and one.stride == other.stride:
             return a.crc == b.crc and a.nbytes == b.nbytes
-    left, right = one.peek(), other.peek()
-    return torch.equal(left[:2], right[:2]) and torch.equal(left, right)
+    if not torch.equal(_first_rows(one), _first_rows(other)):
+        return False
+    return torch.equal(one.peek(), other.peek())
+
+
+def _first_rows(tensor: Stored) -> torch.Tensor:
+    """Two rows, read by themselves: over a network the rest would be a long download."""
+    rows = min(tensor.shape[0], 2)
+    shape = (rows, *tensor.shape[1:])
+    return Stored(shape, tensor.dtype, tensor.stride, tensor.start, tensor.storage).peek()
 
 
 def _absent_head(weights: Mapping[str, Stored], config: Any) -> dict[str, str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import warnings
 
 import pytest
@@ -196,6 +197,36 @@ def test_distributed_checkpoints(tmp_path, one_run):  # L24
         assert set(state.tensors) == set(sd)
         assert all(torch.equal(state.read(n), t) for n, t in sd.items())
     assert any("the optimizer's" in note for note in run.notes)
+
+
+def test_chunks_of_several_processes_are_joined(tmp_path):  # L24
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    folder = tmp_path / "step-9"
+    folder.mkdir()
+    values = torch.arange(35.0).reshape(5, 7)
+    chunks, places = [], {}
+    for rank, (row, rows) in enumerate(((0, 3), (3, 2))):
+        offset, extent = torch.Size([row, 0]), torch.Size([rows, 7])
+        torch.save(values[row : row + rows].clone(), folder / f"__{rank}_0.distcp")
+        size = (folder / f"__{rank}_0.distcp").stat().st_size
+        chunks.append(ChunkStorageMetadata(offset, extent))
+        places[MetadataIndex("a.weight", offset)] = _StorageInfo(f"__{rank}_0.distcp", 0, size)
+    table = TensorStorageMetadata(TensorProperties(), values.shape, chunks)
+    metadata = Metadata({"a.weight": table}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    state = discover(tmp_path)[0].checkpoints[0].open()
+    assert torch.equal(state.read("a.weight"), values)
+    (folder / "__1_0.distcp").unlink()
+    with pytest.raises(UnreadableError, match=r"incomplete: __1_0.distcp is missing"):
+        discover(tmp_path)
 
 
 def test_incomplete_distributed_folder_is_skipped(tmp_path, one_run):  # L24

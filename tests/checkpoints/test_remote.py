@@ -90,6 +90,25 @@ def test_safetensors_fetches_its_header_and_one_tensor(memory):
     assert fetched <= 3 << 18 and fetched < len(data) / 4
 
 
+def test_looking_for_a_tied_head_downloads_neither_table(memory):
+    embed, head = torch.randn(40000, 64), torch.randn(40000, 64)
+    data = save({"embed.weight": embed, "lm_head.weight": head, "x.bias": torch.ones(3)})
+    counting = Counting(memory)
+    memory.pipe("/safe/untied.safetensors", data)
+    from plastiscope.checkpoints.safetensors_files import read_safetensors
+    from plastiscope.checkpoints.states import make_state
+
+    blob = blobs.RemoteBlob(counting, "/safe/untied.safetensors", len(data))
+    state = make_state(read_safetensors(blob))
+    assert state.tensors["lm_head.weight"].alias_of is None
+    assert sum(end - start for _, start, end in counting.ranges) < len(data) / 10
+
+
+def test_trusting_a_pickle_needs_a_local_file(memory):
+    with pytest.raises(UsageError, match="isn't a local file: download it first"):
+        discover("memory://run", Options(trust_pickle=True))
+
+
 def test_missing_url_and_unknown_protocol(memory):
     with pytest.raises(UsageError, match="no such file or directory: memory://nothing"):
         discover("memory://nothing")
