@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from plastiscope.anatomy.activations import Activation, activation_between
-from plastiscope.anatomy.attention import feeding, reached
 from plastiscope.anatomy.parts import Matrix
 from plastiscope.anatomy.products import Product
 from plastiscope.anatomy.record import Call, Record
+from plastiscope.anatomy.rows import feeding, reached
 
 MULTIPLICATIONS = {"mul", "mul_", "__mul__", "multiply"}
 

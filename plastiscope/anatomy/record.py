@@ -6,8 +6,7 @@ and the old one keeps its content. Any stretch of the pass can be run again on o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -363,39 +362,3 @@ def record_pass(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Ba
         output = forward({**batch, "inputs": inputs})
     record.output = record.number(output)
     return record
-
-
-@contextmanager
-def random_parameters(module: nn.Module) -> Iterator[None]:
-    """Other values for every parameter, so that no zero in the weights hides a connection.
-
-    The parameters' own storage is set aside, not written, and put back.
-    """
-    generator = torch.Generator().manual_seed(0)
-    saved = []
-    try:
-        pool = torch.randn(POOL, generator=generator)
-        for count, parameter in enumerate(module.parameters()):
-            saved.append((parameter, parameter.data))
-            if parameter.is_floating_point():
-                parameter.data = _random_like(parameter.data, pool, 7919 * count)
-        yield
-    finally:
-        for parameter, data in saved:
-            parameter.data = data
-
-
-POOL = 65_537
-"""How many random numbers are drawn and reused: a prime, so that no two rows come out equal."""
-
-
-def _random_like(tensor: Tensor, pool: Tensor, start: int) -> Tensor:
-    """Normal numbers scaled by the fan-in, or from 0.5 to 1.5 for gains and biases."""
-    count = tensor.numel()
-    pool = pool.roll(-start)
-    drawn = pool.repeat(-(-count // POOL))[:count].reshape(tensor.shape)
-    if tensor.ndim < 2:
-        drawn = 1 + drawn.clamp(-1, 1) / 2
-    else:
-        drawn.mul_(max(tensor[0].numel(), 1) ** -0.5)
-    return drawn.to(tensor.dtype).to(tensor.device)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from plastiscope.anatomy.activations import Activation, activation_between, first_activation
-from plastiscope.anatomy.attention import feeding
-from plastiscope.anatomy.blocks import (
-    Scene,
+from plastiscope.anatomy.blocks import Scene
+from plastiscope.anatomy.naming import (
     activation_component,
     consumed_site,
     linear_component,
@@ -14,6 +13,7 @@ from plastiscope.anatomy.blocks import (
 from plastiscope.anatomy.parts import Component
 from plastiscope.anatomy.products import CONVOLUTIONS, TRANSPOSED, Product
 from plastiscope.anatomy.record import Record
+from plastiscope.anatomy.rows import feeding
 from plastiscope.anatomy.sites import reaches
 
 

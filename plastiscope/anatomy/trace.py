@@ -8,18 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from plastiscope.anatomy.attention import Attention, attentions
-from plastiscope.anatomy.blocks import (
-    Block,
-    Scene,
-    blocks,
-    components_of,
-    linear_component,
-    norm_component,
-    seen,
-)
+from plastiscope.anatomy.blocks import Block, Scene, blocks
+from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
 from plastiscope.anatomy.products import Product, products
-from plastiscope.anatomy.record import Record, random_parameters, record_pass
+from plastiscope.anatomy.random_weights import random_parameters
+from plastiscope.anatomy.record import Record, record_pass
 from plastiscope.anatomy.sites import norms, reaches, residuals, within
 from plastiscope.anatomy.stacks import stack_components
 from plastiscope.models.live import Batch

@@ -16,11 +16,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plastiscope.anatomy.attention import SDPA, feeding, following, reached
 from plastiscope.anatomy.flow import NORMS
+from plastiscope.anatomy.operands import SDPA
 from plastiscope.anatomy.parts import Anatomy, AttentionSite, Component, Matrix, Operand
 from plastiscope.anatomy.products import Product, operands_of, products
 from plastiscope.anatomy.record import Call, Record, record_pass
+from plastiscope.anatomy.rows import feeding, following, reached
 from plastiscope.anatomy.sites import Norm, norms, reaches
 from plastiscope.anatomy.watch import AttentionCall, explicit_call, fused_call
 from plastiscope.models.live import Batch

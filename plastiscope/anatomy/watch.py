@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plastiscope.anatomy.attention import HIDDEN, SDPA, sdpa_argument
+from plastiscope.anatomy.operands import HIDDEN, SDPA, sdpa_argument
 from plastiscope.anatomy.parts import AttentionSite, Operand, Site
 from plastiscope.anatomy.passage import Follower, Passage, tensors_in, undisturbed
 from plastiscope.errors import NotEnoughEvidenceError
