@@ -4,11 +4,11 @@ from .attention import Attention, AttentionSums
 from .captures import capture
 from .coverage import Coverage
 from .features import Features, FeatureSums
-from .gradients import Plan
 from .jacobian import Jacobian, observe_jacobians
 from .kernel import Kernel, observe_ntk, plan_ntk
 from .optimizer import OptimizerState
 from .outputs import Outputs, OutputSums, TaskAccuracies
+from .plans import Plan
 from .sensitivity import (
     ChangeBound,
     RateOfChange,

@@ -13,67 +13,30 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from .derivatives import Make, Names, by_input
 from .factors import Factor, direct_gram, gram
-from .layers import INNERMOST, Make, Names, by_input, standing_in
+from .layers import standing_in
+from .plans import Plan
+from .single_inputs import (
+    Batch,
+    Forward,
+    Scalars,
+    copies_of,
+    one_by_one,
+    refuse_train_mode,
+    size_of,
+    trainable,
+)
 
-Batch = Mapping[str, Tensor]
-Forward = Callable[[Batch], Tensor]
-Scalars = Callable[[Tensor, Batch], Tensor]
-"""One number for each input, [n], from the outputs."""
-
-TRIAL_INPUTS = 3
-AGREEMENT = 1e-3
 MEMORY_LIMIT = 3 << 30
 """Bytes of activations and of gradients held at most."""
-
-
-@dataclass(frozen=True)
-class Plan:
-    """Which way each trainable parameter's gradients are taken.
-
-    `axes`: the axis of the inputs in each call of a layer, by the parameters' names and the number
-    of the call. `copied`: parameters that get a copy for each input, and the shape of the copies
-    ("first", "new", "line" or "row"). `looped`: those taken input by input. `common`: look-ups that
-    are the same for all inputs. `bytes_per_input`: what one input keeps for backward.
-    """
-
-    axes: Mapping[tuple[Names, int], int]
-    layered: frozenset[str]
-    copied: Mapping[str, str]
-    looped: tuple[str, ...]
-    common: frozenset[tuple[Names, int]]
-    bytes_per_input: int
-
-
-@dataclass
-class _Watcher:
-    """Notes the inputs of every call and the factors that come back."""
-
-    inputs: int
-    calls: dict[tuple[Names, int], Tensor] = field(default_factory=dict)
-    counts: Counter[Names] = field(default_factory=Counter)
-    made: dict[str, list[tuple[Names, int, Make]]] = field(default_factory=dict)
-    common: frozenset[tuple[Names, int]] = frozenset()
-
-    def call(self, names: Names, x: Tensor) -> int | None:
-        number = self.counts[names]
-        self.counts[names] += 1
-        self.calls[names, number] = x.detach().clone()
-        return number
-
-    def spread(self, names: Names, number: int) -> int:
-        return self.inputs if (names, number) in self.common else 0
-
-    def factor(self, name: str, names: Names, number: int, make: Make) -> None:
-        self.made.setdefault(name, []).append((names, number, make))
 
 
 @dataclass
@@ -115,287 +78,6 @@ class _Reducer:
         self.grams[group] = self.grams[group] + part if group in self.grams else part
 
 
-def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
-    """Parameters by name, a tied one once."""
-    return {name: p for name, p in module.named_parameters() if p.requires_grad}
-
-
-def plan_gradients(module: nn.Module, forward: Forward, batch: Batch, scalars: Scalars) -> Plan:
-    """Find out, on a few inputs, how every parameter's per-input gradients can be had.
-
-    The network must be in eval mode and its outputs for one input independent of the others;
-    UsageError otherwise (per-input gradients then aren't defined).
-    """
-    _refuse_train_mode(module)
-    few = {key: value[:TRIAL_INPUTS] for key, value in batch.items()}
-    with _perturbed(module):
-        return _plan(module, forward, few, scalars)
-
-
-def _plan(module: nn.Module, forward: Forward, few: Batch, scalars: Scalars) -> Plan:
-    inputs, parameters = _size(few), trainable(module)
-    watcher = _Watcher(inputs)
-    held, left = _watch(watcher, forward, few, scalars, parameters)
-    axes = _axes(watcher, _rolled(module, forward, few, inputs), inputs)
-    common = _common_lookups(watcher, axes)
-    if common:
-        try:
-            again = _Watcher(inputs, common=common)
-            held, left = _watch(again, forward, few, scalars, parameters)
-            watcher, axes = again, {**axes, **dict.fromkeys(common, 0)}
-        except (RuntimeError, ValueError):
-            common = frozenset()  # What follows doesn't take a table for each input.
-    exact = _one_by_one(forward, few, scalars, parameters, list(parameters))
-    # What a softmax cancels (the key's bias) has a gradient of rounding alone.
-    floor = 1e-10 * sum(float(part.diagonal().max()) for part in exact.values())
-    layered = {
-        name
-        for name in exact
-        if name not in left and _agrees(watcher, axes, name, inputs, exact[name], floor)
-    }
-    layered = _closed(layered, watcher.counts)
-    copied = {}
-    for name in exact.keys() - layered:
-        shape = _copy_that_agrees(module, forward, few, scalars, name, exact[name], floor)
-        if shape is not None:
-            copied[name] = shape
-    looped = tuple(name for name in exact if name not in layered and name not in copied)
-    return Plan(axes, frozenset(layered), copied, looped, common, -(-held // inputs))
-
-
-@contextlib.contextmanager
-def _perturbed(module: nn.Module) -> Iterator[None]:
-    """While it lasts, parameters are a little off, so that no gradient is 0 by initialisation.
-
-    A plan made where a projection is still zero would otherwise have compared zeros with zeros.
-    """
-    generator = torch.Generator().manual_seed(0)
-    before = {name: p.detach().clone() for name, p in module.named_parameters()}
-    try:
-        with torch.no_grad():
-            for p in module.parameters():
-                finite = torch.nan_to_num(p.detach(), posinf=0.0, neginf=0.0)
-                scale = max(0.1 * float(finite.float().square().mean().sqrt()), 0.02)
-                noise = torch.randn(p.shape, generator=generator).to(p)
-                p.copy_(finite + scale * noise)
-        yield
-    finally:
-        with torch.no_grad():
-            for name, p in module.named_parameters():
-                p.copy_(before[name])
-
-
-def _refuse_train_mode(module: nn.Module) -> None:
-    if any(part.training for part in module.modules()):
-        raise UsageError(
-            "per-input gradients aren't defined in train mode, where batch statistics and dropout "
-            "tie inputs together: call .eval() on the model first"
-        )
-
-
-def _size(batch: Batch) -> int:
-    return len(batch["inputs"])
-
-
-def _common_lookups(
-    watcher: _Watcher, axes: Mapping[tuple[Names, int], int]
-) -> frozenset[tuple[Names, int]]:
-    """Look-ups in a table that are the same for all inputs: positions."""
-    return frozenset(
-        call
-        for call, x in watcher.calls.items()
-        if call not in axes and x.dtype == torch.long and (x.ndim == 2 or len(x) == 1)
-    )
-
-
-def _watch(
-    watcher: _Watcher,
-    forward: Forward,
-    few: Batch,
-    scalars: Scalars,
-    parameters: Mapping[str, nn.Parameter],
-) -> tuple[int, set[str]]:
-    """Lets the layers report; gives the bytes kept for backward and who still gets a gradient."""
-    held: dict[int, int] = {}
-
-    def note(x: Tensor) -> Tensor:
-        storage = x.untyped_storage()
-        held[storage.data_ptr()] = storage.nbytes()
-        return x
-
-    names = {id(p): name for name, p in parameters.items()}
-    with standing_in(names, watcher), torch.enable_grad():
-        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
-            total = scalars(forward(few), few).sum()
-        found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
-    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
-    size = sum(n for pointer, n in held.items() if pointer not in own)
-    left = {name for name, g in zip(parameters, found, strict=True) if g is not None}
-    return size, left
-
-
-def _rolled(module: nn.Module, forward: Forward, few: Batch, inputs: int) -> _Watcher:
-    """The same calls for the inputs in another order; refuses a network that mixes inputs."""
-    watcher = _Watcher(inputs)
-    names = {id(p): name for name, p in trainable(module).items()}
-    rolled = {key: value.roll(1, 0) for key, value in few.items()}
-    # With gradients on, as in the other pass: some layers take another way without.
-    with torch.enable_grad():
-        expected = forward(few).detach().roll(1, 0)
-        with standing_in(names, watcher):
-            found = forward(rolled).detach()
-    if not _equal(found, expected):
-        raise UsageError(
-            "the network's output for one input depends on the other inputs of the batch, so "
-            "per-input gradients aren't defined"
-        )
-    return watcher
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    if a.shape != b.shape:
-        return False
-    scale = float(b.abs().max()) if b.numel() else 0.0
-    return bool(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4 * scale))
-
-
-def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, int], int]:
-    """The axis along which a call's input moved when the inputs were rolled."""
-    axes = {}
-    for call, x in first.calls.items():
-        other = second.calls.get(call)
-        if other is None or other.shape != x.shape or first.counts != second.counts:
-            continue
-        for axis in (*range(x.ndim - 1), *([INNERMOST] if x.ndim == 2 else [])):
-            if x.shape[max(axis, 0)] % inputs:
-                continue
-            if _equal(by_input(x, axis, inputs).roll(1, 0), by_input(other, axis, inputs)):
-                axes[call] = axis
-                break
-    return axes
-
-
-def _agrees(
-    watcher: _Watcher,
-    axes: Mapping[tuple[Names, int], int],
-    name: str,
-    inputs: int,
-    exact: Tensor,
-    floor: float,
-) -> bool:
-    """Whether the layers' factors give the Gram of the plain gradients."""
-    made = watcher.made.get(name, [])
-    if not made or any((names, number) not in axes for names, number, _ in made):
-        return False
-    factors = []
-    for names, number, make in made:
-        axis = axes[names, number]
-        factors.append(make(lambda x, axis=axis: by_input(x, axis, inputs)))  # type: ignore[misc]
-    try:
-        return _close(gram(factors), exact, floor)
-    except ValueError:
-        return False
-
-
-def _close(found: Tensor, exact: Tensor, floor: float) -> bool:
-    allowed = max(AGREEMENT * float(exact.diagonal().max()), floor)
-    return bool((found - exact).abs().max() <= allowed)
-
-
-def _closed(layered: set[str], calls: Counter[Names]) -> set[str]:
-    """A layer is left to autograd with all of its parameters, so they go out together."""
-    while True:
-        out = {n for names in calls if not layered.issuperset(names) for n in names} & layered
-        if not out:
-            return layered
-        layered = layered - out
-
-
-def _one_by_one(
-    forward: Forward,
-    batch: Batch,
-    scalars: Scalars,
-    parameters: Mapping[str, nn.Parameter],
-    names: Sequence[str],
-) -> dict[str, Tensor]:
-    """Grams [n, n] by plain autograd, one input after the other; not of unused parameters."""
-    wanted = [parameters[name] for name in names]
-    found: dict[str, list[Tensor | None]] = {name: [] for name in names}
-    for i in range(_size(batch)):
-        single = {key: value[i : i + 1] for key, value in batch.items()}
-        with torch.enable_grad():
-            value = scalars(forward(single), single).sum()
-            gradients = torch.autograd.grad(value, wanted, allow_unused=True)
-        for name, g in zip(names, gradients, strict=True):
-            found[name].append(g if g is None else g.flatten())
-    return {
-        name: direct_gram(
-            torch.stack([p.new_zeros(p.numel()) if g is None else g for g in found[name]])
-        )
-        for name, p in zip(names, wanted, strict=True)
-        if any(g is not None for g in found[name])
-    }
-
-
-_SHAPES: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "first": lambda p, n: p.expand(n, *p.shape[1:]),
-    "new": lambda p, n: p[None].expand(n, *p.shape),
-    "line": lambda p, n: p[None, None].expand(n, 1, *p.shape),
-    "row": lambda p, n: p[None].expand(n, *p.shape),
-}
-
-
-def _copy_that_agrees(
-    module: nn.Module,
-    forward: Forward,
-    few: Batch,
-    scalars: Scalars,
-    name: str,
-    exact: Tensor,
-    floor: float,
-) -> str | None:
-    """A shape of copies, one for each input, that stands in for the parameter unnoticed."""
-    p = trainable(module)[name]
-    tried = ["first"] if p.ndim > 1 and len(p) == 1 else []
-    tried += ["line", "row"] if p.ndim == 1 else ["new"]
-    for shape in tried:
-        try:
-            with copies_of(module, {name: shape}, _size(few)) as leaves, torch.enable_grad():
-                total = scalars(forward(few), few).sum()
-                (found,) = torch.autograd.grad(total, list(leaves.values()))
-        except (RuntimeError, ValueError, IndexError, TypeError):
-            continue  # The parameter doesn't broadcast that way.
-        if _close(direct_gram(found.flatten(1)), exact, floor):
-            return shape
-    return None
-
-
-@contextlib.contextmanager
-def copies_of(
-    module: nn.Module, shapes: Mapping[str, str], inputs: int
-) -> Iterator[dict[str, Tensor]]:
-    """While it lasts, these parameters are leaves with one copy for each input."""
-    parameters = trainable(module)
-    leaves = {
-        name: _SHAPES[shape](parameters[name].detach(), inputs).clone().requires_grad_()
-        for name, shape in shapes.items()
-    }
-    by_id = {id(parameters[name]): leaf for name, leaf in leaves.items()}
-    places = [
-        (part, key, p)
-        for part in module.modules()
-        for key, p in part._parameters.items()
-        if id(p) in by_id
-    ]
-    try:
-        for part, key, p in places:
-            part._parameters[key] = cast(nn.Parameter, by_id[id(p)])
-        yield leaves
-    finally:
-        for part, key, p in places:
-            part._parameters[key] = p
-
-
 def gradient_grams(
     module: nn.Module,
     forward: Forward,
@@ -413,13 +95,13 @@ def gradient_grams(
     batch already holds every input that many times in a row. Parameters and buffers are left as
     they were. UsageError where the memory limit can't be kept, with the numbers.
     """
-    _refuse_train_mode(module)
+    refuse_train_mode(module)
     parameters = trainable(module)
-    reducer = _Reducer(plan, _size(batch), copies, groups)
+    reducer = _Reducer(plan, size_of(batch), copies, groups)
     names = {id(p): name for name, p in parameters.items()}
-    blocks = _blocks(module) if plan.bytes_per_input * _size(batch) > memory_limit else []
+    blocks = _blocks(module) if plan.bytes_per_input * size_of(batch) > memory_limit else []
     with (
-        copies_of(module, plan.copied, _size(batch)) as leaves,
+        copies_of(module, plan.copied, size_of(batch)) as leaves,
         standing_in(names, reducer),
         _recomputing(blocks),
         torch.enable_grad(),
@@ -451,14 +133,15 @@ def _add_looped(
     for name in (*reducer.plan.looped, None):
         need = 0
         if name is not None:
-            need = parameters[name].numel() * parameters[name].element_size() * _size(batch)
+            need = parameters[name].numel() * parameters[name].element_size() * size_of(batch)
             if need > memory_limit:
                 raise UsageError(
-                    f"the gradients of {name} for {_size(batch)} inputs need {need / 1e6:.1f} MB, "
+                    f"the gradients of {name} for {size_of(batch)} inputs need "
+                    f"{need / 1e6:.1f} MB, "
                     f"the limit is {memory_limit / 1e6:.1f} MB: use fewer inputs or raise the limit"
                 )
         if chosen and (name is None or need > room):
-            for done, part in _one_by_one(forward, batch, scalars, parameters, chosen).items():
+            for done, part in one_by_one(forward, batch, scalars, parameters, chosen).items():
                 reducer.add(done, part)
             room, chosen = memory_limit, []
         if name is not None:

@@ -23,7 +23,7 @@ from .captures import Batch, Capture, capture, frozen
 from .lanczos import Quadrature, quadrature
 from .spectra import Floats, spectra_of
 
-DENSE_SIDE = 512
+DENSE_SIDE = 1024
 """Largest smaller side of a Jacobian with mixed positions that is taken exactly."""
 POSITIONS = 4
 STEPS, PROBES = 48, 4

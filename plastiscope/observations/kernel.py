@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import unknown
-from .gradients import MEMORY_LIMIT, Batch, Forward, Plan, gradient_grams, plan_gradients
+from .gradients import MEMORY_LIMIT, gradient_grams
+from .plans import Plan, plan_gradients
+from .single_inputs import Batch, Forward
 from .spectra import Floats
 
 FUNCTIONS = ("mean_logit", "loss", "logits")

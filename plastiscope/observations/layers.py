@@ -1,8 +1,6 @@
-"""Stand-ins for PyTorch's layer functions that hand out gradient factors while backward runs.
+"""Stand-ins for PyTorch's layer functions, on the parameters whose gradients are asked for.
 
-A stand-in computes what the function computes; in backward it passes the input's gradient on,
-gives the factors of the parameter's gradient away and returns no gradient for the parameter. So a
-parameter whose autograd gradient is None afterwards was seen completely, and one that still gets
+A parameter whose autograd gradient is None afterwards was seen completely, and one that still gets
 a gradient was also used in another way: it isn't lost, but left to a general path.
 """
 
@@ -10,184 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.grad import conv2d_input
 
-from .factors import Direct, Factor, Indexed, Outer
-
-Names = tuple[str, ...]
-Make = Callable[[Callable[[Tensor], Tensor]], Factor]
-
-
-class Listener(Protocol):
-    """Who takes the calls: `call` says whether it wants the call, `factor` is given the result."""
-
-    def call(self, names: Names, x: Tensor) -> int | None:
-        """The number of this call of these parameters, or None to leave them to autograd."""
-
-    def spread(self, names: Names, number: int) -> int:
-        """How many copies to make of a call that is the same for every input; 0 for none."""
-
-    def factor(self, name: str, names: Names, number: int, make: Make) -> None:
-        """The factor, made by a function that brings a tensor [..., d] to [inputs, places, d]."""
-
-
-@dataclass(frozen=True)
-class Asked:
-    """One call of a layer: its parameters' names (None: not one that counts), and its number."""
-
-    listener: Listener
-    number: int
-    weight: str | None
-    bias: str | None
-
-    @property
-    def names(self) -> Names:
-        """Those that count."""
-        return tuple(name for name in (self.weight, self.bias) if name is not None)
-
-    def give(self, which: str | None, make: Make) -> None:
-        """Hand a factor over, for the parameter if it is one that counts."""
-        if which is not None:
-            self.listener.factor(which, self.names, self.number, make)
-
-
-INNERMOST = -1
-
-
-def by_input(x: Tensor, axis: int, inputs: int) -> Tensor:
-    """[inputs, places, d] of a tensor [..., d] whose `axis` holds the inputs, outermost.
-
-    INNERMOST: the rows [places * inputs, d] of attention that works on [T, B, d].
-    """
-    if axis == INNERMOST:
-        return x.reshape(-1, inputs, x.shape[-1]).transpose(0, 1)
-    return x.movedim(axis, 0).reshape(inputs, -1, x.shape[-1])
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, asked: Asked
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.asked = transposed, asked
-        return functional_linear(x, weight.mT if transposed else weight, bias)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        ctx.asked.give(ctx.asked.weight, _outer(gradient, x, ctx.transposed))
-        ctx.asked.give(ctx.asked.bias, _sums(gradient))
-        passed = None
-        if ctx.needs_input_grad[0]:
-            passed = gradient @ (weight.mT if ctx.transposed else weight)
-        return passed, None, None, None, None
-
-
-def _outer(gradient: Tensor, x: Tensor, transposed: bool) -> Make:
-    return lambda at: Outer(at(gradient), at(x), transposed)
-
-
-def _sums(gradient: Tensor) -> Make:
-    return lambda at: Direct(at(gradient).sum(1))
-
-
-class _Affine(torch.autograd.Function):
-    """x * weight + bias along the last axis, or along axis 1 of a convolution's output."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, channels: bool, asked: Asked
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.channels, ctx.asked = channels, asked
-        shape = (-1, *(1 for _ in x.shape[2:])) if channels else (-1,)
-        y = x * weight.reshape(shape)
-        return y if bias is None else y + bias.reshape(shape)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        if ctx.channels:
-            x, gradient = x.movedim(1, -1), gradient.movedim(1, -1)
-        ctx.asked.give(ctx.asked.weight, _sums(gradient * x))
-        ctx.asked.give(ctx.asked.bias, _sums(gradient))
-        passed = gradient * weight
-        return passed.movedim(-1, 1) if ctx.channels else passed, None, None, None, None
-
-
-class _LayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, asked: Asked
-    ) -> Tensor:
-        y, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.asked = asked
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        ctx.asked.give(ctx.asked.weight, _sums(gradient * ((x - mean) * scale)))
-        ctx.asked.give(ctx.asked.bias, _sums(gradient))
-        passed = torch.ops.aten.native_layer_norm_backward(
-            gradient.contiguous(), x, weight.shape, mean, scale, weight, None, [True, False, False]
-        )[0]
-        return passed, None, None, None, None
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int, asked: Asked) -> Tensor:
-        ctx.save_for_backward(ids)
-        ctx.padding, ctx.asked = padding, asked
-        return weight[ids]
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[None, ...]:
-        (ids,) = ctx.saved_tensors
-        kept = gradient * (ids != ctx.padding)[..., None]
-        ctx.asked.give(
-            ctx.asked.weight, lambda at: Indexed(at(ids[..., None]).squeeze(-1), at(kept))
-        )
-        return None, None, None, None
-
-
-class _Convolution(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, options: Any, asked: Asked
-    ) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.options, ctx.asked = options, asked
-        stride, padding, dilation = options
-        return functional_conv2d(x, weight, bias, stride, padding, dilation)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        stride, padding, dilation = ctx.options
-        patches = functional.unfold(x, weight.shape[2:], dilation, padding, stride).mT
-        places = gradient.flatten(2).mT
-        ctx.asked.give(ctx.asked.weight, _outer(places, patches, False))
-        ctx.asked.give(ctx.asked.bias, _sums(places))
-        passed = None
-        if ctx.needs_input_grad[0]:
-            passed = conv2d_input(  # type: ignore[no-untyped-call]
-                x.shape, weight, gradient, stride, padding, dilation
-            )
-        return passed, None, None, None, None
-
-
-functional_linear = functional.linear
-functional_conv2d = functional.conv2d
+from .derivatives import Affine, Asked, Convolution, Embedding, LayerNorm, Linear, Listener
 
 
 @contextlib.contextmanager
@@ -238,7 +65,7 @@ def _linear_for(ask: Ask) -> Layer:
         asked = ask(input, weight, bias)
         if asked is None:
             return real(input, weight, bias)
-        return _applied(_Linear, input, weight, bias, False, asked)
+        return _applied(Linear, input, weight, bias, False, asked)
 
     return linear
 
@@ -251,7 +78,7 @@ def _addmm_for(ask: Ask) -> Layer:
         asked = None if options else ask(x, weight, bias)
         if asked is None:
             return real(bias, x, weight, **options)
-        return _applied(_Linear, x, weight, bias, True, asked)
+        return _applied(Linear, x, weight, bias, True, asked)
 
     return addmm
 
@@ -273,7 +100,7 @@ def _conv2d_for(ask: Ask) -> Layer:
         asked = ask(input.flatten(1), weight, bias) if plain else None
         if asked is None:
             return real(input, weight, bias, stride, padding, dilation, groups)
-        return _applied(_Convolution, input, weight, bias, (stride, padding, dilation), asked)
+        return _applied(Convolution, input, weight, bias, (stride, padding, dilation), asked)
 
     return conv2d
 
@@ -300,7 +127,7 @@ def _embedding_for(ask: Ask) -> Layer:
             # A position table is looked up once for all inputs: now once for each.
             places = input if input.ndim == 1 else input[0]
             input = places.expand(copies, *places.shape)
-        return _applied(_Embedding, input, weight, padding, asked)
+        return _applied(Embedding, input, weight, padding, asked)
 
     return embedding
 
@@ -319,7 +146,7 @@ def _layer_norm_for(ask: Ask) -> Layer:
         asked = ask(input, weight, bias) if plain else None
         if asked is None:
             return real(input, normalized_shape, weight, bias, eps)
-        return _applied(_LayerNorm, input, weight, bias, eps, asked)
+        return _applied(LayerNorm, input, weight, bias, eps, asked)
 
     return layer_norm
 
@@ -341,7 +168,7 @@ def _batch_norm_for(ask: Ask) -> Layer:
         if asked is None:
             return real(input, running_mean, running_var, weight, bias, training, momentum, eps)
         x = real(input, running_mean, running_var, None, None, False, momentum, eps)
-        return _applied(_Affine, x, weight, bias, True, asked)
+        return _applied(Affine, x, weight, bias, True, asked)
 
     return batch_norm
 
@@ -359,9 +186,7 @@ def _group_norm_for(ask: Ask) -> Layer:
         asked = ask(input.flatten(1), weight, bias) if weight is not None else None
         if asked is None:
             return real(input, num_groups, weight, bias, eps)
-        return _applied(
-            _Affine, real(input, num_groups, None, None, eps), weight, bias, True, asked
-        )
+        return _applied(Affine, real(input, num_groups, None, None, eps), weight, bias, True, asked)
 
     return group_norm
 
@@ -377,7 +202,7 @@ def _rms_norm_for(ask: Ask) -> Layer:
         if asked is None:
             return real(input, normalized_shape, weight, eps)
         x = real(input, normalized_shape, None, eps)
-        return _applied(_Affine, x, weight, None, False, asked)
+        return _applied(Affine, x, weight, None, False, asked)
 
     return rms_norm
 

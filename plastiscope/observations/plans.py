@@ -1,0 +1,278 @@
+"""Which way each parameter's per-input gradients are taken, found out on a few inputs.
+
+Every parameter's part is compared with the plain gradients of one input after the other; what
+doesn't agree is left to a slower and more general way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from .derivatives import INNERMOST, Make, Names, by_input
+from .factors import direct_gram, gram
+from .layers import standing_in
+from .single_inputs import (
+    Batch,
+    Forward,
+    Scalars,
+    copies_of,
+    one_by_one,
+    refuse_train_mode,
+    size_of,
+    trainable,
+)
+
+TRIAL_INPUTS = 3
+AGREEMENT = 1e-3
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which way each trainable parameter's gradients are taken.
+
+    `axes`: the axis of the inputs in each call of a layer, by the parameters' names and the number
+    of the call. `copied`: parameters that get a copy for each input, and the shape of the copies
+    ("first", "new", "line" or "row"). `looped`: those taken input by input. `common`: look-ups that
+    are the same for all inputs. `bytes_per_input`: what one input keeps for backward.
+    """
+
+    axes: Mapping[tuple[Names, int], int]
+    layered: frozenset[str]
+    copied: Mapping[str, str]
+    looped: tuple[str, ...]
+    common: frozenset[tuple[Names, int]]
+    bytes_per_input: int
+
+
+@dataclass
+class _Watcher:
+    """Notes the inputs of every call and the factors that come back."""
+
+    inputs: int
+    calls: dict[tuple[Names, int], Tensor] = field(default_factory=dict)
+    counts: Counter[Names] = field(default_factory=Counter)
+    made: dict[str, list[tuple[Names, int, Make]]] = field(default_factory=dict)
+    common: frozenset[tuple[Names, int]] = frozenset()
+
+    def call(self, names: Names, x: Tensor) -> int | None:
+        number = self.counts[names]
+        self.counts[names] += 1
+        self.calls[names, number] = x.detach().clone()
+        return number
+
+    def spread(self, names: Names, number: int) -> int:
+        return self.inputs if (names, number) in self.common else 0
+
+    def factor(self, name: str, names: Names, number: int, make: Make) -> None:
+        self.made.setdefault(name, []).append((names, number, make))
+
+
+def plan_gradients(module: nn.Module, forward: Forward, batch: Batch, scalars: Scalars) -> Plan:
+    """Find out, on a few inputs, how every parameter's per-input gradients can be had.
+
+    The network must be in eval mode and its outputs for one input independent of the others;
+    UsageError otherwise (per-input gradients then aren't defined).
+    """
+    refuse_train_mode(module)
+    few = {key: value[:TRIAL_INPUTS] for key, value in batch.items()}
+    with _perturbed(module):
+        return _plan(module, forward, few, scalars)
+
+
+def _plan(module: nn.Module, forward: Forward, few: Batch, scalars: Scalars) -> Plan:
+    inputs, parameters = size_of(few), trainable(module)
+    watcher = _Watcher(inputs)
+    held, left = _watch(watcher, forward, few, scalars, parameters)
+    axes = _axes(watcher, _rolled(module, forward, few, inputs), inputs)
+    common = _common_lookups(watcher, axes)
+    if common:
+        try:
+            again = _Watcher(inputs, common=common)
+            held, left = _watch(again, forward, few, scalars, parameters)
+            watcher, axes = again, {**axes, **dict.fromkeys(common, 0)}
+        except (RuntimeError, ValueError):
+            common = frozenset()  # What follows doesn't take a table for each input.
+    exact = one_by_one(forward, few, scalars, parameters, list(parameters))
+    # What a softmax cancels (the key's bias) has a gradient of rounding alone.
+    floor = 1e-10 * sum(float(part.diagonal().max()) for part in exact.values())
+    layered = {
+        name
+        for name in exact
+        if name not in left and _agrees(watcher, axes, name, inputs, exact[name], floor)
+    }
+    layered = _closed(layered, watcher.counts)
+    copied = {}
+    for name in exact.keys() - layered:
+        shape = _copy_that_agrees(module, forward, few, scalars, name, exact[name], floor)
+        if shape is not None:
+            copied[name] = shape
+    looped = tuple(name for name in exact if name not in layered and name not in copied)
+    return Plan(axes, frozenset(layered), copied, looped, common, -(-held // inputs))
+
+
+@contextlib.contextmanager
+def _perturbed(module: nn.Module) -> Iterator[None]:
+    """While it lasts, parameters are a little off, so that no gradient is 0 by initialisation.
+
+    A plan made where a projection is still zero would otherwise have compared zeros with zeros.
+    """
+    generator = torch.Generator().manual_seed(0)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    try:
+        with torch.no_grad():
+            for p in module.parameters():
+                finite = torch.nan_to_num(p.detach(), posinf=0.0, neginf=0.0)
+                scale = max(0.1 * float(finite.float().square().mean().sqrt()), 0.02)
+                noise = torch.randn(p.shape, generator=generator).to(p)
+                p.copy_(finite + scale * noise)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                p.copy_(before[name])
+
+
+def _common_lookups(
+    watcher: _Watcher, axes: Mapping[tuple[Names, int], int]
+) -> frozenset[tuple[Names, int]]:
+    """Look-ups in a table that are the same for all inputs: positions."""
+    return frozenset(
+        call
+        for call, x in watcher.calls.items()
+        if call not in axes and x.dtype == torch.long and (x.ndim == 2 or len(x) == 1)
+    )
+
+
+def _watch(
+    watcher: _Watcher,
+    forward: Forward,
+    few: Batch,
+    scalars: Scalars,
+    parameters: Mapping[str, nn.Parameter],
+) -> tuple[int, set[str]]:
+    """Lets the layers report; gives the bytes kept for backward and who still gets a gradient."""
+    held: dict[int, int] = {}
+
+    def note(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    names = {id(p): name for name, p in parameters.items()}
+    with standing_in(names, watcher), torch.enable_grad():
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda x: x):
+            total = scalars(forward(few), few).sum()
+        found = torch.autograd.grad(total, list(parameters.values()), allow_unused=True)
+    own = {p.untyped_storage().data_ptr() for p in parameters.values()}
+    size = sum(n for pointer, n in held.items() if pointer not in own)
+    left = {name for name, g in zip(parameters, found, strict=True) if g is not None}
+    return size, left
+
+
+def _rolled(module: nn.Module, forward: Forward, few: Batch, inputs: int) -> _Watcher:
+    """The same calls for the inputs in another order; refuses a network that mixes inputs."""
+    watcher = _Watcher(inputs)
+    names = {id(p): name for name, p in trainable(module).items()}
+    rolled = {key: value.roll(1, 0) for key, value in few.items()}
+    # With gradients on, as in the other pass: some layers take another way without.
+    with torch.enable_grad():
+        expected = forward(few).detach().roll(1, 0)
+        with standing_in(names, watcher):
+            found = forward(rolled).detach()
+    if not _equal(found, expected):
+        raise UsageError(
+            "the network's output for one input depends on the other inputs of the batch, so "
+            "per-input gradients aren't defined"
+        )
+    return watcher
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    if a.shape != b.shape:
+        return False
+    scale = float(b.abs().max()) if b.numel() else 0.0
+    return bool(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-4 * scale))
+
+
+def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, int], int]:
+    """The axis along which a call's input moved when the inputs were rolled."""
+    axes = {}
+    for call, x in first.calls.items():
+        other = second.calls.get(call)
+        if other is None or other.shape != x.shape or first.counts != second.counts:
+            continue
+        for axis in (*range(x.ndim - 1), *([INNERMOST] if x.ndim == 2 else [])):
+            if x.shape[max(axis, 0)] % inputs:
+                continue
+            if _equal(by_input(x, axis, inputs).roll(1, 0), by_input(other, axis, inputs)):
+                axes[call] = axis
+                break
+    return axes
+
+
+def _agrees(
+    watcher: _Watcher,
+    axes: Mapping[tuple[Names, int], int],
+    name: str,
+    inputs: int,
+    exact: Tensor,
+    floor: float,
+) -> bool:
+    """Whether the layers' factors give the Gram of the plain gradients."""
+    made = watcher.made.get(name, [])
+    if not made or any((names, number) not in axes for names, number, _ in made):
+        return False
+    factors = []
+    for names, number, make in made:
+        axis = axes[names, number]
+        factors.append(make(lambda x, axis=axis: by_input(x, axis, inputs)))  # type: ignore[misc]
+    try:
+        return _close(gram(factors), exact, floor)
+    except ValueError:
+        return False
+
+
+def _close(found: Tensor, exact: Tensor, floor: float) -> bool:
+    allowed = max(AGREEMENT * float(exact.diagonal().max()), floor)
+    return bool((found - exact).abs().max() <= allowed)
+
+
+def _closed(layered: set[str], calls: Counter[Names]) -> set[str]:
+    """A layer is left to autograd with all of its parameters, so they go out together."""
+    while True:
+        out = {n for names in calls if not layered.issuperset(names) for n in names} & layered
+        if not out:
+            return layered
+        layered = layered - out
+
+
+def _copy_that_agrees(
+    module: nn.Module,
+    forward: Forward,
+    few: Batch,
+    scalars: Scalars,
+    name: str,
+    exact: Tensor,
+    floor: float,
+) -> str | None:
+    """A shape of copies, one for each input, that stands in for the parameter unnoticed."""
+    p = trainable(module)[name]
+    tried = ["first"] if p.ndim > 1 and len(p) == 1 else []
+    tried += ["line", "row"] if p.ndim == 1 else ["new"]
+    for shape in tried:
+        try:
+            with copies_of(module, {name: shape}, size_of(few)) as leaves, torch.enable_grad():
+                total = scalars(forward(few), few).sum()
+                (found,) = torch.autograd.grad(total, list(leaves.values()))
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            continue  # The parameter doesn't broadcast that way.
+        if _close(direct_gram(found.flatten(1)), exact, floor):
+            return shape
+    return None
