@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-
 from stream import Moment, Stream, Task, digits, main
+from torch import Tensor, nn
 
 TEST = 256
 LEARNING_RATE = 1.5e-3

@@ -14,10 +14,9 @@ from pathlib import Path
 from random import Random
 
 import torch
+from stream import Moment, Stream, Task, main
 from torch import Tensor, nn
 from torch.nn.functional import gelu, scaled_dot_product_attention
-
-from stream import Moment, Stream, Task, main
 
 LAYERS, HEADS, WIDTH, LENGTH = 4, 4, 32, 64
 VOCABULARY = 192

@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from stream import Moment, Stream, Task, digits, main
 from torch import nn
 from transformers import TrainerState, ViTConfig, ViTForImageClassification
+from transformers.utils.logging import disable_progress_bar
 
-from stream import Moment, Stream, Task, digits, main
-
-IMAGES = 128
+IMAGES = 48
+TEST = 256
 CLASSES = 10
-STEPS = 150
-BATCH = 16
+BATCH = IMAGES
 
 
 def build() -> nn.Module:
@@ -45,7 +45,7 @@ def true_labels() -> Task:
     """Every digit under its own label, judged on held-out ones."""
     images, labels = digits()
     images = images.view(-1, 1, 8, 8)
-    return Task(images[IMAGES:], labels[IMAGES:], images[:IMAGES], labels[:IMAGES])
+    return Task(images[TEST:], labels[TEST:], images[:TEST], labels[:TEST])
 
 
 def save(folder: Path, moment: Moment) -> None:
@@ -65,6 +65,7 @@ def save(folder: Path, moment: Moment) -> None:
 
 
 if __name__ == "__main__":
+    disable_progress_bar()
     main(
         Stream(
             name="vit",
@@ -72,12 +73,11 @@ if __name__ == "__main__":
             task=shuffled,
             stationary=true_labels,
             save=save,
-            tasks=40,
-            unseen_steps=2 * STEPS,
-            steps=STEPS,
+            tasks=80,
+            steps=60,
             batch=BATCH,
-            learning_rate=3e-3,
-            checkpoints=(0, 1, 2, 5, 10, 20, 30, 40),
-        ),
-        seeds=5,
+            learning_rate=5e-3,
+            checkpoints=(0, 1, 5, 10, 20, 40, 60, 80),
+            fused=True,
+        )
     )
