@@ -31,6 +31,7 @@ DAMAGE: tuple[type[Exception], ...] = (
     *(MemoryError, RuntimeError, OSError, EOFError, ArithmeticError, SyntaxError),
     *(struct.error, zlib.error, zipfile.BadZipFile, tarfile.TarError),
 )
+UNREADABLE: tuple[type[Exception], ...] = (UnreadableError, *DAMAGE)
 _RETRIES = 5
 _BLOCK, _KEPT_BLOCKS = 1 << 18, 8
 

@@ -120,6 +120,7 @@ class Members:
             member.tensors,
             member.optimizer_step,
             made.open,
+            member.sample,
             local=not self.source.place.remote,
         )
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
+import torch
+
 from plastiscope.checkpoints.blobs import DAMAGE
 from plastiscope.checkpoints.branches import is_optimizer
 from plastiscope.checkpoints.content import Content
@@ -15,6 +17,7 @@ from plastiscope.checkpoints.names import printable
 from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.places import Place, joined, read_json
 from plastiscope.checkpoints.run import State, TensorInfo
+from plastiscope.checkpoints.sequence import sample
 from plastiscope.checkpoints.sniff import read_content
 from plastiscope.checkpoints.states import Beside, make_state, optimizer_state
 from plastiscope.checkpoints.steps import stored_numbers
@@ -41,6 +44,7 @@ class Opened:
     optimizer_step: int | None
     notes: tuple[str, ...]
     task: int | None
+    sample: torch.Tensor | None = None
 
 
 def opener(
@@ -78,6 +82,8 @@ def examine(
         optimizer_step=_optimizer_step(content),
         notes=state.notes,
         task=numbers.get("task", numbers.get("task_id")),
+        # Over a network a sample would be a download of its tensors.
+        sample=None if place.remote else sample(state),
     )
 
 

@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import torch
 
+from plastiscope.checkpoints.blobs import UNREADABLE
 from plastiscope.checkpoints.run import Break, State, TensorInfo
 from plastiscope.errors import UnreadableError
 
@@ -31,6 +32,7 @@ class Moment:
     tensors: Mapping[str, TensorInfo]
     optimizer_step: int | None
     open: Callable[[], State]
+    sample: torch.Tensor | None = None
     local: bool = True
 
 
@@ -110,22 +112,20 @@ def _untied(before: Moment, after: Moment) -> list[str]:
     ]
 
 
-def sample(moment: Moment) -> torch.Tensor | None:
+def sample(state: State) -> torch.Tensor | None:
     """A few hundred of a checkpoint's weights, at places that depend on the shapes alone.
 
-    None where looking would mean downloading, or where nothing can be read.
+    None where nothing can be read.
     """
-    weights = [i for i in moment.tensors.values() if i.kind == "weight" and i.alias_of is None]
+    weights = [i for i in state.tensors.values() if i.kind == "weight" and i.alias_of is None]
     weights = [i for i in weights if i.dtype.is_floating_point]
-    if not moment.local or not weights:
+    if not weights:
         return None
     stride = max(len(weights) // _SAMPLED_TENSORS, 1)
     try:
-        state = moment.open()
-        parts = [_values(state, info.name) for info in weights[::stride]]
-    except UnreadableError:
+        return torch.cat([_values(state, info.name) for info in weights[::stride]])
+    except UNREADABLE:
         return None
-    return torch.cat(parts)
 
 
 def _values(state: State, name: str) -> torch.Tensor:
@@ -138,7 +138,7 @@ def _wrong_era(moments: Sequence[Moment]) -> tuple[list[Break], list[str]]:
     """Files whose weights belong to another step: copies, and jumps there and back."""
     if len(moments) < 2:
         return [], []
-    samples = [sample(moment) for moment in moments]
+    samples = [moment.sample for moment in moments]
     breaks: list[Break] = []
     notes: list[str] = []
     seen: dict[bytes, list[int]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 from plastiscope.checkpoints.archives import Archive
 from plastiscope.checkpoints.blobs import DAMAGE, Blob
@@ -98,9 +99,10 @@ def _is_old_tar(head: bytes) -> bool:
 
 
 def _zip_reader(blob: Blob) -> Callable[[Blob], Content]:
-    members = set(Archive(blob).members)
+    archive = Archive(blob)
+    members = set(archive.members)
     if any(name == "data.pkl" or name.endswith("/data.pkl") for name in members):
-        return read_zip
+        return partial(read_zip, archive=archive)
     if "policy.pth" in members:
         return read_sb3
     if "parameters" in members and "data" in members:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from plastiscope.checkpoints import adapters, quantised
-from plastiscope.checkpoints.blobs import DAMAGE
+from plastiscope.checkpoints.blobs import UNREADABLE
 from plastiscope.checkpoints.branches import Found, find_weights
 from plastiscope.checkpoints.content import Content, plain
 from plastiscope.checkpoints.kinds import is_flat_shard, kind_of
@@ -25,7 +25,6 @@ _AUXILIARY = re.compile(r"(.*_)?(loss|losses|loss_fn|criterion|criteria|metrics?
 _METRICS = re.compile(r"(train|val|valid|test)_.*|(.*_)?(accuracy|acc|auroc|f1|recall|precision)$")
 _INNER = ("net", "model", "_model", "network", "module", "nn", "backbone_net", "generator")
 _LIGHTNING = ("pytorch-lightning_version", "lightning_version")
-_UNREADABLE: tuple[type[Exception], ...] = (UnreadableError, *DAMAGE)
 _LARGE_VIEW = 1 << 20
 
 
@@ -71,7 +70,7 @@ def make_state(
         stored = weights[names[name]]
         try:
             return stored.read()
-        except _UNREADABLE as error:
+        except UNREADABLE as error:
             raise UnreadableError(printable(f"{name}: {error}")) from None
 
     def peek(name: str) -> torch.Tensor:

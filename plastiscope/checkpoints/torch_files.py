@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 from plastiscope.checkpoints.archives import Archive
@@ -21,9 +22,9 @@ from plastiscope.errors import UnreadableError
 _MAX_PICKLE = 1 << 30
 
 
-def read_zip(blob: Blob) -> Content:
+def read_zip(blob: Blob, archive: Archive | None = None) -> Content:
     """A torch zip archive (data.pkl with one stored member a storage) or TorchScript archive."""
-    archive = Archive(blob)
+    archive = archive or Archive(blob)
     root = archive.root
     script = any(name.startswith(f"{root}code/") for name in archive.members)
     swap = archive.text(f"{root}byteorder") == "big"
@@ -40,7 +41,8 @@ def read_zip(blob: Blob) -> Content:
         return TypedStorage(dtype, storage)
 
     member = archive.blob(f"{root}data.pkl", limit=_MAX_PICKLE, check=True)
-    read = unpickle(stream(member), member.size, tensor_rebuilds(), persistent)
+    data = io.BytesIO(member.read(0, member.size))
+    read = unpickle(data, member.size, tensor_rebuilds(), persistent)
     return Content("torchscript" if script else "torch zip", read.tree, read.stubs)
 
 
