@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import glob
 import os
+import re
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import pyarrow.parquet as pq
 
-from . import checkpoints, store
+from . import store
 from .analysis import analyze
 from .check import Result, Rule, check
 from .check.findings import Finding
@@ -27,7 +28,6 @@ from .errors import (
     NOT_ENOUGH_EVIDENCE,
     PASSED,
     NotEnoughEvidenceError,
-    PlastiscopeError,
     UnreadableError,
     UsageError,
 )
@@ -58,7 +58,7 @@ class Watch:
     say: Callable[[str], None] = print
 
     def __post_init__(self) -> None:
-        if "://" in str(self.run):
+        if re.match(r"[a-z][a-z0-9+.-]+:/", str(self.run)):
             raise UsageError(f"watch follows a local folder, not {self.run}")
         if self.run.is_file():
             raise UsageError(f"watch follows a folder, {self.run} is a file")
@@ -142,10 +142,12 @@ class _Watcher:
         self.resumed: tuple[str, int] | None = None
         self.judged = False
         self.worst = PASSED
+        self.latest = NOT_ENOUGH_EVIDENCE
 
     def status(self) -> int:
-        """The exit status of a watch that ends by itself."""
-        return self.worst if self.judged else NOT_ENOUGH_EVIDENCE
+        """The exit status of a watch that ends by itself: the worst failure, else the latest
+        verdict."""
+        return self.worst or self.latest
 
     def look(self) -> None:
         """One look; measures what is whole and wasn't measured as it is now."""
@@ -161,27 +163,24 @@ class _Watcher:
         settings = self.watch.settings
         settings = replace(settings, exclude=(*settings.exclude, *patterns))
         try:
-            if not self._has_checkpoints(settings):
-                return
             analysis = analyze(self.watch.run.absolute(), settings, self)
-        except (UnreadableError, NotEnoughEvidenceError, OSError) as error:
+        except OSError as error:
             # A checkpoint may be deleted or replaced at any moment; the next look sees what is.
             self.note(f"waiting: {error}")
             return
+        except (UnreadableError, NotEnoughEvidenceError) as error:
+            self.note(f"waiting: {error}")
+            self.measured = whole
+            return
+        self.measured = whole
         for line in analysis.failures:
             self.note(f"not measured: {line}")
         for analyzed in analysis.runs:
-            forget_renamed(
-                settings.out, analyzed.run.name, {c.name for c in analyzed.run.checkpoints}
-            )
-        self.measured = whole
-
-    def _has_checkpoints(self, settings: Settings) -> bool:
-        options = checkpoints.Options(exclude=settings.exclude, include=settings.include)
-        try:
-            return bool(checkpoints.discover(self.watch.run.absolute(), options))
-        except PlastiscopeError:
-            return False
+            present = {c.name for c in analyzed.run.checkpoints}
+            forget_renamed(settings.out, analyzed.run.name, present)
+        if not self.judged and self.resumed is not None:
+            # Nothing new since the watch was stopped: say where the run stands.
+            self._judge(*self.resumed)
 
     def note(self, line: str) -> None:
         """A line that is said once, however often it comes up."""
@@ -208,7 +207,7 @@ class _Watcher:
         self.told += 1
         self._judge(checkpoint, step)
         if self.watch.most is not None and self.told >= self.watch.most:
-            raise Ended(self.worst)
+            raise Ended(self.status())
 
     def _as_seen(self, checkpoint: str) -> bool:
         """Whether the checkpoint's files are still what the last look saw."""
@@ -222,7 +221,7 @@ class _Watcher:
     def _judge(self, checkpoint: str, step: int) -> None:
         result = self._check()
         failing = [f for f in result.findings if f.fails and f.kind in ("regression", "null")]
-        self.judged = True
+        self.judged, self.latest = True, result.status
         self.watch.say(f"{self.run} step {step} {checkpoint}: {_told(result, failing)}")
         self._act(result, failing, checkpoint, step)
 
