@@ -93,7 +93,12 @@ def analyze(
     ] = None,
     extra: Annotated[
         str | None,
-        typer.Option("--with", help="Measure these too.", metavar="A,B", rich_help_panel=MEASURE),
+        typer.Option(
+            "--with",
+            help="These too: metrics, or ntk, jacobian, sensitivity, optimizer.",
+            metavar="A,B",
+            rich_help_panel=MEASURE,
+        ),
     ] = None,
     probe_rows: Annotated[
         int | None,

@@ -28,7 +28,8 @@ class Settings:
 
     `folds` parts of the probe give the jackknife standard errors; `probe_inputs` is the size of a
     synthetic probe; `probe_rows` bounds the rows of a feature matrix, spread evenly over the
-    inputs; `batch_size` inputs go through the network at once.
+    inputs; `batch_size` inputs go through the network at once. `gradient_inputs` of the probe are
+    used for the tangent kernel and the sensitivity, `jacobian_inputs` for Jacobians.
     """
 
     out: Path = Path("plastiscope-out")
@@ -41,6 +42,8 @@ class Settings:
     probe_inputs: int = 64
     probe_rows: int = 4096
     batch_size: int = 32
+    gradient_inputs: int = 32
+    jacobian_inputs: int = 4
     folds: int = 8
     seed: int = 0
     weights: str = "raw"

@@ -119,6 +119,10 @@ class Network:
         at_attention = component.name in PROJECTIONS and component.block in self.anatomy.attention
         return self.live is not None and (component.features is not None or at_attention)
 
+    def on_device(self, batch: Batch) -> Batch:
+        """The batch where the network is."""
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
     def fill(self, state: State) -> None:
         """Put a state's tensors into the live model."""
         assert self.live is not None

@@ -183,7 +183,9 @@ def test_without_a_model_the_weights_are_still_measured(tmp_path: Path, settings
     analysis = plastiscope.analyze(folder, settings)
     assert "--model" in str(analysis.runs[0].missing)
     table = analysis.table()
-    assert set(table["subject"]) == {"weight"}
+    assert set(table["subject"]) == {"weight", "network"}
+    covered = table[table["metric"] == "coverage"].set_index("parameters")["value"]
+    assert set(covered["of=parameters"]) == {1.0}
     ranks = table[(table["metric"] == "effective_rank") & (table["step"] == 0)]
     assert set(ranks["tensor"]) == {"left.tower.weight", "right.tower.weight"}
 

@@ -54,7 +54,17 @@ def test_direction(file: Path) -> None:
     if home not in ("cli.py", "__main__.py"):
         assert not uses(file, "plastiscope.cli", "typer")
     if home in TABLE_SIDE:
-        measuring = ("analysis", "replay", "weigh", "network", "anatomy", "models", "checkpoints")
+        measuring = (
+            "analysis",
+            "session",
+            "derivatives",
+            "replay",
+            "weigh",
+            "network",
+            "anatomy",
+            "models",
+            "checkpoints",
+        )
         assert not uses(file, "torch", *(f"plastiscope.{m}" for m in measuring))
     if home in ("metrics", "observations.py", "observations", "anatomy", "checkpoints", "models"):
         assert not uses(file, "pandas", "matplotlib", "plastiscope.figures", "rich")

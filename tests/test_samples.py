@@ -99,6 +99,8 @@ def test_every_component_of_every_run_is_measured(
         for block in range(blocks):
             at = features[(features["block"] == block) & features["head"].isna()]
             assert set(at.loc[at["tokens"] == "all", "component"]) == set(names[run].split())
+    coverage = table[table["metric"] == "coverage"]
+    assert coverage["value"].tolist() == [1.0, 1.0]
     outside = {"embedding", "final_norm", "head"} if run in ("vit", "gpt") else {"head"}
     assert set(features.loc[features["block"].isna(), "component"]) == outside
     assert features["value"].notna().all() and (features["value"] <= features["maximum"]).all()

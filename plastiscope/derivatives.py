@@ -1,0 +1,308 @@
+"""What costs a backward pass or more, measured on request: the tangent kernel, Jacobians, component
+sensitivity; and what the stored optimizer says.
+
+Axes: B probe inputs, H heads, dh head width, d width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .anatomy.parts import Component
+from .checkpoints import State
+from .metrics import METRICS, Place, measure
+from .models.live import Batch
+from .network import Network
+from .observations import (
+    OptimizerState,
+    attention_bound,
+    capture,
+    linear_bound,
+    norm_bound,
+    observe_jacobians,
+    observe_ntk,
+    observe_rate_of_change,
+    observe_rate_of_change_embedding,
+    token_radius,
+)
+from .observations.kernel import Kernel
+from .store import Row
+
+FAMILIES: Mapping[str, frozenset[str]] = {
+    "ntk": frozenset({"Kernel"}),
+    "jacobian": frozenset({"Jacobian"}),
+    "sensitivity": frozenset({"RateOfChange", "ChangeBound"}),
+    "optimizer": frozenset({"OptimizerState"}),
+}
+"""Names that stand for several metrics: all that need these observations."""
+NORMS = ("norm1", "norm2", "final_norm", "norm")
+LINEARS = ("fc1", "fc2", "gate", "fc", "head")
+WHOLE = ("network", None)
+Where = tuple[str, int | None]
+
+
+def family(name: str) -> frozenset[str]:
+    """The metrics of a family."""
+    return frozenset(m.name for m in METRICS if m.needs in FAMILIES[name])
+
+
+def wants(name: str, chosen: frozenset[str]) -> bool:
+    """Whether any metric of the family is chosen."""
+    return bool(family(name) & chosen)
+
+
+def first_inputs(batch: Batch, count: int) -> Batch:
+    """The first inputs of a probe: these measures grow with their number."""
+    return {name: tensor[:count] for name, tensor in batch.items()}
+
+
+# --- the tangent kernel ---
+
+
+def kernels(
+    network: Network, batch: Batch, chosen: frozenset[str], seed: int
+) -> dict[tuple[str, Hashable], Kernel]:
+    """The kernel of the mean logit, and with labels that of the loss; whole and by component."""
+    assert network.live is not None
+    live = network.live
+    needs_loss = "labels" in batch and {"fisher_effective_rank", "gradient_norm"} & chosen
+    functions = ["mean_logit", *(["loss"] if needs_loss else [])]
+    owners = _owners(network)
+    return {
+        (function, key): kernel
+        for function in functions
+        for key, kernel in observe_ntk(
+            live.module, live.forward, batch, function=function, components=owners, seed=seed
+        ).items()
+    }
+
+
+def _owners(network: Network) -> dict[str, Hashable]:
+    """The component (and block) of each parameter; of a fused one all of them, as "q+k+v"."""
+    found: dict[str, list[Component]] = {}
+    for component in network.anatomy.components:
+        for matrix in component.weights:
+            found.setdefault(matrix.tensor, []).append(component)
+    return {
+        name: ("+".join(dict.fromkeys(c.name for c in parts)), parts[0].block)
+        for name, parts in found.items()
+    }
+
+
+def kernel_rows(
+    found: Mapping[tuple[str, Hashable], Kernel], chosen: frozenset[str]
+) -> Iterator[Row]:
+    """The rows of every kernel. Keys are those of `kernels`."""
+    for (_, key), kernel in found.items():
+        component, block = key if isinstance(key, tuple) else (str(key), None)
+        yield from measure(kernel, Place(component, block, "ntk"), chosen)
+
+
+# --- Jacobians ---
+
+
+def jacobian_rows(
+    network: Network, batch: Batch, chosen: frozenset[str], seed: int
+) -> Iterator[Row]:
+    """Of every component that is a module, of every block and of the whole network."""
+    assert network.live is not None
+    live = network.live
+    places = _keyed({**_modules(network), **_blocks(network), WHOLE: ""})
+    found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
+    yield from _rows(found, "jacobian", chosen)
+
+
+def _modules(network: Network) -> dict[Where, str]:
+    """Paths of the components that are modules by themselves: one name, one module, one output."""
+    assert network.live is not None
+    known = dict(network.live.module.named_modules())
+    paths = [c.path for c in network.anatomy.components]
+    return {
+        (c.name, c.block): c.path
+        for c in network.anatomy.components
+        if c.path in known and paths.count(c.path) == 1 and c.features is not None
+    }
+
+
+def _blocks(network: Network) -> dict[Where, str]:
+    """The path of each block that is a module: the longest prefix of its components' paths."""
+    assert network.live is not None
+    known = dict(network.live.module.named_modules())
+    blocks: dict[Where, str] = {}
+    for block in network.anatomy.attention:
+        paths = [c.path.split(".") for c in network.anatomy.components if c.block == block]
+        shared = _shared(paths)
+        if shared and ".".join(shared) in known:
+            blocks["block", block] = ".".join(shared)
+    return blocks
+
+
+def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
+    shared = []
+    for parts in zip(*paths, strict=False):
+        if len(set(parts)) > 1:
+            break
+        shared.append(parts[0])
+    return shared
+
+
+# --- component sensitivity ---
+
+
+def sensitivity_rows(network: Network, batch: Batch, chosen: frozenset[str]) -> Iterator[Row]:
+    """Rates of change at the components' own inputs, in the embedding protocol, and bounds."""
+    assert network.live is not None
+    live = network.live
+    own = {**_modules(network), **_attention_modules(network)}
+    found = observe_rate_of_change(live.module, live.forward, batch, _keyed(own))
+    yield from _rows(found, "sensitivity", chosen)
+    yield from _rows(dict(_layer_bounds(network)), "sensitivity", chosen)
+    blocks = _blocks(network)
+    if not blocks:
+        return
+    protocol = {
+        key: path
+        for key, path in own.items()
+        if key[0] in ("norm1", "attention", "norm2", "fc1", "fc2")
+    }
+    embedded = blocks[min(blocks, key=lambda key: key[1] or 0)]
+    found = observe_rate_of_change_embedding(
+        live.module, live.forward, batch, _keyed(protocol), embedded
+    )
+    yield from _rows(found, "sensitivity", chosen)
+    x = capture(live.module, live.forward, batch, {0: embedded})[0].x
+    yield from _rows(dict(_attention_bounds(network, x)), "sensitivity", chosen)
+
+
+def _keyed(places: Mapping[Where, str]) -> dict[Hashable, str]:
+    return {key: path for key, path in places.items()}  # noqa: C416  (a wider type of key)
+
+
+def _rows(found: Mapping[Hashable, Any], subject: str, chosen: frozenset[str]) -> Iterator[Row]:
+    """The rows of observations keyed by component and block."""
+    for key, observation in found.items():
+        if isinstance(key, tuple):
+            yield from measure(observation, Place(key[0], key[1], subject), chosen)
+
+
+def _attention_modules(network: Network) -> dict[Where, str]:
+    """The module of each attention, output projection included."""
+    assert network.live is not None
+    known = dict(network.live.module.named_modules())
+    places: dict[Where, str] = {}
+    for block in network.anatomy.attention:
+        parts = [
+            c.path.split(".")
+            for c in network.anatomy.components
+            if c.block == block and c.name in ("q", "k", "v", "attention_output")
+        ]
+        path = ".".join(_shared(parts))
+        if path in known and path not in _blocks(network).values():
+            places["attention", block] = path
+    return places
+
+
+def _layer_bounds(network: Network) -> Iterator[tuple[Hashable, Any]]:
+    assert network.live is not None
+    tensors = dict(network.live.module.named_parameters())
+    for c in network.anatomy.components:
+        if not c.weights or c.weights[0].tensor not in tensors:
+            continue
+        weight = c.weights[0].of(tensors[c.weights[0].tensor])
+        if c.name in NORMS:
+            yield (c.name, c.block), norm_bound(weight + 1.0 if c.offset_gain else weight)
+        elif c.name in LINEARS:
+            yield (c.name, c.block), linear_bound(weight)
+
+
+def _attention_bounds(network: Network, x: Tensor) -> Iterator[tuple[Hashable, Any]]:
+    assert network.live is not None
+    tensors = dict(network.live.module.named_parameters())
+    parts = {(c.name, c.block): c for c in network.anatomy.components}
+    for block, site in network.anatomy.attention.items():
+        some = [parts.get((name, block)) for name in ("q", "k", "v", "attention_output")]
+        if x.ndim != 3 or not all(c and c.heads for c in some):
+            continue
+        q, k, v, output = (
+            torch.stack([h.of(tensors[h.tensor]) for h in c.heads]) for c in some if c
+        )
+        group = site.heads // site.kv_heads
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        bound = attention_bound(q, k, v, output, x.shape[1], token_radius(x))
+        yield ("attention", block), bound
+
+
+# --- the optimizer ---
+
+
+def optimizer_rows(network: Network, state: State, chosen: frozenset[str]) -> Iterator[Row]:
+    """Of every parameter whose optimizer state is stored and can be told apart from the others'."""
+    stored = state.optimizer()
+    if network.live is None or not stored:
+        return
+    matched = match_optimizer(network.live.module, stored)
+    owners = _owners(network)
+    for name, (entry, group) in matched.items():
+        found = _optimizer_state(dict(network.live.module.named_parameters())[name], entry, group)
+        if found is not None and isinstance(owner := owners.get(name), tuple):
+            place = Place(owner[0], owner[1], "optimizer", tensor=network.stored_name(name))
+            yield from measure(found, place, chosen)
+
+
+def match_optimizer(
+    module: nn.Module, stored: Mapping[str, Any]
+) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    """Each parameter's entry in an optimizer's state dict, and its group.
+
+    Entries are numbered in the order in which the parameters were handed over: as the module lists
+    them, or matrices before vectors (two groups, with and without weight decay). An order counts
+    only when every stored shape agrees; when none does, nothing is matched.
+    """
+    groups, entries = stored.get("param_groups") or [], stored.get("state") or {}
+    numbers = [(number, group) for group in groups for number in group.get("params", [])]
+    own = list(module.named_parameters())
+    matrices_first = sorted(own, key=lambda item: item[1].ndim < 2)
+    orders = [own] if len(groups) == 1 else [matrices_first, own]
+    named = dict(own)
+    if all(isinstance(number, str) for number, _ in numbers):
+        return {n: (entries[n], g) for n, g in numbers if n in named and n in entries}
+    for order in orders:
+        if len(order) == len(numbers) and all(
+            _fits(p, entries.get(number))
+            for (_, p), (number, _) in zip(order, numbers, strict=True)
+        ):
+            return {
+                name: (entries[number], group)
+                for (name, _), (number, group) in zip(order, numbers, strict=True)
+                if number in entries
+            }
+    return {}
+
+
+def _fits(parameter: Tensor, entry: Mapping[str, Any] | None) -> bool:
+    tensors = [v for k, v in (entry or {}).items() if isinstance(v, Tensor) and k != "step"]
+    return all(t.shape == parameter.shape for t in tensors)
+
+
+def _optimizer_state(
+    weight: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]
+) -> OptimizerState | None:
+    rate = float(group.get("lr", float("nan")))
+    if "exp_avg_sq" in entry and "exp_avg" in entry:
+        first, second = (float(b) for b in group.get("betas", (0.9, 0.999)))
+        return OptimizerState.adam(
+            weight,
+            entry["exp_avg"],
+            entry["exp_avg_sq"],
+            float(entry.get("step", 0)),
+            lr=rate,
+            betas=(first, second),
+            eps=float(group.get("eps", 1e-8)),
+        )
+    if "momentum_buffer" in entry:
+        return OptimizerState.sgd(weight, entry["momentum_buffer"], lr=rate)
+    return None

@@ -1,0 +1,277 @@
+"""One run's analysis: checkpoint -> observations -> rows, one file a checkpoint, resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+import time
+from collections.abc import Hashable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import metrics, probe, store
+from .checkpoints import Checkpoint, Run, State
+from .config import Settings
+from .derivatives import (
+    first_inputs,
+    jacobian_rows,
+    kernel_rows,
+    kernels,
+    optimizer_rows,
+    sensitivity_rows,
+    wants,
+)
+from .errors import NotEnoughEvidenceError, UnreadableError
+from .network import Network, counted_entries, label, open_network, signature
+from .observations import Coverage
+from .observations.kernel import Kernel
+from .probe.find import beside
+from .replay import Replay, Sampling
+from .reporter import Reporter
+from .weigh import Earlier, Read, Scales
+
+DIFFERENCES = frozenset({"weight_change", "weight_drift", "ntk_drift"})
+"""Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
+
+
+class Session:
+    """The state of one run's analysis: networks by architecture, what was written, what failed."""
+
+    def __init__(
+        self, run: Run, settings: Settings, chosen: frozenset[str], reporter: Reporter
+    ) -> None:
+        self.run, self.settings, self.chosen, self.reporter = run, settings, chosen, reporter
+        self.networks: dict[str, Network] = {}
+        self.kernels: dict[tuple[str, str], dict[tuple[str, Hashable], Kernel]] = {}
+        self.files: list[Path] = []
+        self.failed: dict[str, str] = {}
+        self.measured = 0
+        self.broken = {b.checkpoint: b for b in run.breaks}
+        self.sources = sources(run.path, settings)
+
+    def measure(self, position: int, checkpoint: Checkpoint) -> None:
+        """Measure a checkpoint unless its rows are there; note a failure and go on."""
+        file = store.checkpoint_file(self.settings.out, self.run.name, checkpoint.name)
+        key = self._key(position, checkpoint)
+        resumed = store.is_finished(file, key)
+        if not resumed:
+            try:
+                self._write(position, checkpoint, file, key)
+            except UnreadableError as error:
+                if self.settings.strict:
+                    raise
+                self.failed[checkpoint.name] = str(error)
+                self.reporter.say(f"{self.run.name}/{checkpoint.name}: {error}")
+                return
+            self.measured += 1
+        self.files.append(file)
+        self.reporter.advance(checkpoint.name, checkpoint.step, resumed)
+
+    def _key(self, position: int, checkpoint: Checkpoint) -> str:
+        """Everything that this checkpoint's rows depend on."""
+        s = self.settings
+        earlier = [c.fingerprint for c in self._earlier(position) if c is not None]
+        return store.content_key(
+            schema=store.SCHEMA_VERSION,
+            checkpoint=[checkpoint.name, checkpoint.fingerprint, checkpoint.step, checkpoint.task],
+            earlier=earlier if self.chosen & DIFFERENCES else [],
+            sources=self.sources,
+            metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
+            settings=[
+                s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
+                s.weights, s.prefix, s.base, s.families, s.allow_partial, s.gradient_inputs,
+                s.jacobian_inputs,
+            ],
+        )  # fmt: skip
+
+    def _earlier(self, position: int) -> tuple[Checkpoint | None, Checkpoint | None]:
+        """The previous and the first checkpoint that this one may be compared with: none across
+        a break of the whole network."""
+        previous, first = (
+            None if at is None else self.run.checkpoints[at]
+            for at in self._earlier_positions(position)
+        )
+        return previous, first
+
+    def _earlier_positions(self, position: int) -> tuple[int | None, int | None]:
+        first = position
+        while first > 0 and not self._whole_break(self.run.checkpoints[first].name):
+            first -= 1
+        return (None, None) if first == position else (position - 1, first)
+
+    def _whole_break(self, name: str) -> bool:
+        return name in self.broken and not self.broken[name].tensors
+
+    def _write(self, position: int, checkpoint: Checkpoint, file: Path, key: str) -> None:
+        started = time.perf_counter()
+        state = checkpoint.open()
+        network = self._network(state)
+        segments = self._segments(position, network)
+        rows = [
+            replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
+            for row in self._rows(position, state, network)
+        ]
+        if not rows:
+            raise NotEnoughEvidenceError(
+                f"{self.run.name}/{checkpoint.name}: nothing to measure: {len(state.tensors)} "
+                f"tensors, none that the chosen metrics apply to"
+            )
+        common = {
+            "run": self.run.name,
+            "checkpoint": checkpoint.name,
+            "step": checkpoint.step,
+            "task": checkpoint.task,
+            "branch": state.branch,
+            "checkpoint_fingerprint": checkpoint.fingerprint,
+        }
+        facts = {
+            **network.facts(),
+            "source": str(self.run.path),
+            "step_source": checkpoint.step_source,
+            "format": checkpoint.format,
+            "notes": list(state.notes),
+            "settings": {k: str(v) for k, v in asdict(self.settings).items()},
+            "environment": _environment(),
+            "seconds": round(time.perf_counter() - started, 3),
+        }
+        store.write(file, rows, common, key, facts)
+
+    def _segments(
+        self, position: int, network: Network
+    ) -> dict[tuple[str | None, int | None], int]:
+        """How many breaks lie before each component's values; (None, None) for all others."""
+        before = [
+            self.broken[c.name]
+            for c in self.run.checkpoints[: position + 1]
+            if c.name in self.broken
+        ]
+        whole = sum(not b.tensors for b in before)
+        segments: dict[tuple[str | None, int | None], int] = {(None, None): whole}
+        for component in network.anatomy.components:
+            tensors = {network.stored_name(m.tensor) for m in component.weights}
+            own = sum(bool(tensors & set(b.tensors)) for b in before)
+            segments[component.name, component.block] = whole + own
+        return segments
+
+    def _network(self, state: State) -> Network:
+        """The network for a state, opened once for each architecture in the run."""
+        name = signature(state)
+        if name not in self.networks:
+            network = open_network(state, self.run.path, self.settings)
+            self.networks[name] = network
+            for line in network.announcements:
+                self.reporter.say(f"{self.run.name}: {line}")
+        return self.networks[name]
+
+    def _rows(self, position: int, state: State, network: Network) -> Iterator[store.Row]:
+        scales = Scales(
+            network.reader(state),
+            lambda name: network.counted_name(state, name),
+            self.chosen,
+            self._readers(position, network),
+        )
+        yield from scales.weigh(network.anatomy)
+        seen, outputs = network.observed()
+        found = Coverage(scales.entries(), counted_entries(state), seen, outputs)
+        place = metrics.Place("network", None, "network")
+        yield from metrics.measure(found, place, self.chosen)
+        if network.live is None:
+            return
+        network.fill(state)
+        for each in network.probes:
+            yield from self._replayed(network, each)
+            for row in self._derived(position, network, each):
+                yield replace(row, probe=label(each))
+        if wants("optimizer", self.chosen):
+            yield from optimizer_rows(network, state, self.chosen)
+
+    def _readers(self, position: int, network: Network) -> Earlier:
+        if not self.chosen & DIFFERENCES:
+            return Earlier()
+        readers: list[Read | None] = [
+            None if checkpoint is None else network.reader(checkpoint.open())
+            for checkpoint in self._earlier(position)
+        ]
+        return Earlier(*readers)
+
+    def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:
+        assert network.live is not None
+        s = self.settings
+        sampling = Sampling(s.folds, s.probe_rows, s.batch_size, s.seed)
+        replay = Replay(network.anatomy, len(each.batch["inputs"]), sampling)
+        replay.run(network.live, each.batch, network.device)
+        return [replace(row, probe=label(each)) for row in replay.rows(self.chosen)]
+
+    def _derived(self, position: int, network: Network, each: probe.Probe) -> Iterator[store.Row]:
+        """What was asked for that needs gradients, on the first inputs of the probe."""
+        s, chosen = self.settings, self.chosen
+        batch = network.on_device(first_inputs(each.batch, s.gradient_inputs))
+        if wants("ntk", chosen):
+            yield from kernel_rows(self._kernels(position, network, each), chosen)
+        if wants("jacobian", chosen):
+            few = first_inputs(batch, s.jacobian_inputs)
+            yield from jacobian_rows(network, few, chosen, s.seed)
+        if wants("sensitivity", chosen):
+            yield from sensitivity_rows(network, batch, chosen)
+
+    def _kernels(
+        self, position: int, network: Network, each: probe.Probe
+    ) -> dict[tuple[str, Hashable], Kernel]:
+        """The kernels of this checkpoint, with those of the previous and the first beside them."""
+        own = self._kernels_at(position, network, each)
+        previous, first = (
+            {} if earlier is None else self._kernels_at(earlier, network, each)
+            for earlier in self._earlier_positions(position)
+        )
+        network.fill(self.run.checkpoints[position].open())
+        return {
+            key: replace(
+                kernel,
+                first=first[key].gram if key in first else None,
+                previous=previous[key].gram if key in previous else None,
+                folds=self.settings.folds,
+            )
+            for key, kernel in own.items()
+        }
+
+    def _kernels_at(
+        self, position: int, network: Network, each: probe.Probe
+    ) -> dict[tuple[str, Hashable], Kernel]:
+        key = (self.run.checkpoints[position].fingerprint, each.fingerprint)
+        if key not in self.kernels:
+            network.fill(self.run.checkpoints[position].open())
+            batch = network.on_device(first_inputs(each.batch, self.settings.gradient_inputs))
+            self.kernels[key] = kernels(network, batch, self.chosen, self.settings.seed)
+        return self.kernels[key]
+
+
+def _environment() -> dict[str, Any]:
+    """What the last digits may depend on."""
+    return {
+        "plastiscope": importlib.metadata.version("plastiscope"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def sources(run_path: str | Path, settings: Settings) -> dict[str, str]:
+    """A digest of every file, beside the checkpoints, that the rows depend on: the probe, the
+    user's model and families; of a folder the names, sizes and times of its files."""
+    named = [settings.probe, (settings.model or "").rpartition(":")[0], *settings.families]
+    files = [Path(n) for n in named if n and Path(n).exists()]
+    if settings.probe is None:
+        files += beside(run_path)
+    return {str(i): _digest(file) for i, file in enumerate(files)}
+
+
+def _digest(path: Path) -> str:
+    if path.is_dir():
+        found = sorted(p for p in path.rglob("*") if p.is_file())
+        stats = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in found]
+        return store.content_key(folder=stats)
+    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
