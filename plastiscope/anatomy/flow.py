@@ -80,4 +80,4 @@ def _moved(
 def _nothing(tensor: Tensor) -> Tensor:
     if tensor.is_floating_point() or tensor.is_complex():
         return torch.zeros(tensor.shape, dtype=torch.int64)
-    return tensor
+    return tensor.cpu()

@@ -117,5 +117,5 @@ def _by_gradient(
         return ~used  # no gradient tells anything: every row may matter
     for k, piece in enumerate(value):
         (gradient,) = torch.autograd.grad(piece, leaf, drawn.to(piece), retain_graph=True)
-        used[k, rows[gradient != 0]] = True
+        used[k, rows[(gradient != 0).cpu()]] = True
     return used

@@ -27,13 +27,24 @@ def trace(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch) -
     rows of a weight from which a head's q, k or v is computed; where they can't be told apart
     the component has no heads and a note says why.
     """
+    batch = _tried(batch)
+    with random_parameters(module):
+        return _anatomy(record_pass(module, forward, batch))
+
+
+def _tried(batch: Batch) -> Batch:
+    """The batch with random inputs, and two of them when there is one.
+
+    With a single input heads folded into the batch axis couldn't be told from inputs.
+    """
     inputs = batch["inputs"]
+    times = 2 if len(inputs) == 1 else 1
+    inputs = torch.cat([inputs] * times)
     if inputs.is_floating_point():
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(inputs.shape, generator=generator).to(inputs)
-    with random_parameters(module):
-        record = record_pass(module, forward, {**batch, "inputs": inputs})
-        return _anatomy(record)
+    others = {name: torch.cat([tensor] * times) for name, tensor in batch.items()}
+    return {**others, "inputs": inputs}
 
 
 def _anatomy(record: Record) -> Anatomy:

@@ -178,7 +178,8 @@ def _with_weight(record: Record, product: Product, weight: Tensor, source: Tenso
 
 def _filled(weight: Tensor, matrix: Matrix, source: Tensor) -> Tensor:
     """A weight with the matrix's elements copied from the source tensor."""
-    place = matrix.of(torch.arange(weight.numel()).reshape(weight.shape)).flatten()
+    place = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
+    place = matrix.of(place).flatten()
     filled = weight.flatten().clone()
     filled[place] = source.to(weight).flatten()[place]
     return filled.reshape(weight.shape)
@@ -200,8 +201,8 @@ def _by_head(
     value = torch.zeros_like(record.values[number].tensor)
     arriving = _arriving(site, letter, value, operand)
     for k, head in enumerate(heads):
-        own = torch.isin(rows, _rows(head, product))
-        masked = torch.where(own, made, torch.zeros((), dtype=made.dtype))
+        own = torch.isin(rows, _rows(head, product)).to(made.device)
+        masked = torch.where(own, made, torch.zeros_like(made))
         new = masked if start == number else record.run_again({start: masked}, number)
         value = torch.where(arriving == k, new, value)
     return value
@@ -225,12 +226,13 @@ def _arriving(site: AttentionSite, letter: str, value: Tensor, operand: Operand)
     """For each element of an operand the head whose it is; grouped heads may arrive repeated."""
     axis = operand.axes[-3] if len(operand.axes) > 2 else None
     if axis is None or operand.folded == 1:
-        return torch.zeros(value.shape, dtype=torch.int64)
+        return torch.zeros(value.shape, dtype=torch.int64, device=value.device)
     count = operand.folded or value.shape[axis]
     head = torch.arange(value.shape[axis]) % count
     if letter != "q" and count == site.heads and len(site.kv_of_head) == site.heads:
         head = torch.tensor(site.kv_of_head)[head]
-    return head.reshape([-1 if a == axis else 1 for a in range(value.ndim)]).expand(value.shape)
+    head = head.reshape([-1 if a == axis else 1 for a in range(value.ndim)])
+    return head.expand(value.shape).to(value.device)
 
 
 # --- the attention and what follows ---
@@ -292,7 +294,7 @@ def _projected(scene: _Scene, site: AttentionSite, part: Component) -> float:
     bias = _with_weight(record, product, torch.zeros_like(weight), nothing)
     total = bias.clone()
     for k, head in enumerate(part.heads):
-        own = torch.where(heads == k, mixed, torch.zeros((), dtype=mixed.dtype))
+        own = torch.where(heads == k, mixed, torch.zeros_like(mixed))
         source = own if start == product.source else record.run_again({start: own}, product.source)
         slices = _filled(torch.zeros_like(weight), head, scene.tensors[head.tensor])
         total = total + _with_weight(record, product, slices, source) - bias

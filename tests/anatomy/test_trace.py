@@ -534,6 +534,14 @@ def test_encoder_and_decoder_keep_their_own_feed_forward_parts() -> None:
     assert causal == [False, False, True, False, True, False]
 
 
+@pytest.mark.parametrize("name", ["bloom-eager", "encoder_post", "timm_vit"])
+def test_one_input_is_enough(name: str) -> None:
+    """Heads folded into the batch axis aren't taken for inputs."""
+    model, anatomy = traced(name)
+    single = {"inputs": model.batch["inputs"][:1]}
+    assert trace(model.module, model.forward, single) == anatomy
+
+
 def test_exported_program_is_traced_too() -> None:
     net = FusedGPT().eval()
     batch = {"inputs": torch.arange(16).reshape(2, 8)}
