@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -173,7 +174,18 @@ def _label(group: Group, root: str, groups: Sequence[Group]) -> str:
     inner = folder.relative_to(base).as_posix() if folder.is_relative_to(base) else folder.name
     where = (base.name or Path(root).resolve().name or root) if inner == "." else inner
     siblings = [g for g in groups if g.folder == group.folder]
-    return where if len(siblings) == 1 else f"{where}/{group.label}"
+    if len(siblings) == 1:
+        return where
+    plain = [_without_step(g.label) for g in siblings]
+    short = _without_step(group.label)
+    return f"{where}/{short if short and plain.count(short) == 1 else group.label}"
+
+
+def _without_step(label: str) -> str:
+    """`actor_step_#_pt` is the run `actor_step`; a name without a step stays whole."""
+    if "#" not in label:
+        return label
+    return re.sub(r"_[a-z0-9]+$", "", label).replace("#", "").replace("__", "_").strip("_")
 
 
 def _selected(checkpoints: Sequence[Checkpoint], options: Options) -> list[Checkpoint]:

@@ -157,8 +157,8 @@ def test_runs_are_told_apart(tmp_path):
     runs = {run.name: [c.step for c in run.checkpoints] for run in discover(tmp_path)}
     root = tmp_path.name
     assert runs == {
-        f"{root}/actor_step_#_pt": [1, 2],
-        f"{root}/critic_step_#_pt": [1],
+        f"{root}/actor_step": [1, 2],
+        f"{root}/critic_step": [1],
         "seed_1": [1, 2],
         "seed_2": [1],
     }
@@ -331,6 +331,16 @@ def test_order_by_time(tmp_path, one_run):
     assert len(discover(tmp_path)) == 3
     assert order(one_run(tmp_path, order="time")) == [("c.pt", 0), ("a.pt", 1), ("b.pt", 2)]
     assert order(one_run(tmp_path, order="name")) == [("a.pt", 0), ("b.pt", 1), ("c.pt", 2)]
+
+
+def test_order_by_content_makes_a_folder_one_run(tmp_path, one_run):
+    save_named(
+        tmp_path,
+        ["warmup_1.pt", "warmup_2.pt", "main_1.pt"],
+        lambda at, sd: {"model": sd, "global_step": 10 * (at + 1)},
+    )
+    assert len(discover(tmp_path)) == 2
+    assert [s for _, s in order(one_run(tmp_path, order="content"))] == [10, 20, 30]
 
 
 def test_side_files_and_probes_are_no_checkpoints(tmp_path, one_run):
