@@ -200,3 +200,66 @@ class PlainGPT(nn.Module):
             h = self.norm(x, g)
             x = x + self.attend(h, wqkv) @ wo + torch.relu(h @ w1).square() @ w2
         return self.norm(x, self.g) @ self.table.t()
+
+
+class RotaryLlama(nn.Module):
+    """Llama in Meta's names: complex rotary positions, grouped heads, explicit attention."""
+
+    def __init__(self, width: int = 16, heads: int = 4, shared: int = 2, layers: int = 2) -> None:
+        super().__init__()
+        self.heads, self.shared, self.size = heads, shared, width // heads
+        self.tok_embeddings = nn.Embedding(30, width)
+        self.layers = nn.ModuleList(self.layer(width) for _ in range(layers))
+        self.norm, self.output = nn.RMSNorm(width), nn.Linear(width, 30, bias=False)
+
+    def layer(self, width: int) -> nn.ModuleDict:
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            return nn.Linear(inputs, outputs, bias=False)
+
+        narrow = self.shared * self.size
+        return nn.ModuleDict(
+            {
+                "attention_norm": nn.RMSNorm(width),
+                "attention": nn.ModuleDict(
+                    {
+                        "wq": linear(width, width),
+                        "wk": linear(width, narrow),
+                        "wv": linear(width, narrow),
+                        "wo": linear(width, width),
+                    }
+                ),
+                "ffn_norm": nn.RMSNorm(width),
+                "feed_forward": nn.ModuleDict(
+                    {
+                        "w1": linear(width, 24),
+                        "w2": linear(24, width),
+                        "w3": linear(width, 24),
+                    }
+                ),
+            }
+        )
+
+    def rotate(self, x: Tensor) -> Tensor:
+        turns = torch.outer(torch.arange(x.shape[1]).float(), torch.tensor([1.0, 0.1]))
+        turned = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * torch.polar(
+            torch.ones_like(turns), turns
+        ).unsqueeze(1)
+        return torch.view_as_real(turned).flatten(3)
+
+    def attend(self, part: nn.ModuleDict, x: Tensor) -> Tensor:
+        q = self.rotate(part["wq"](x).unflatten(-1, (self.heads, -1))).transpose(1, 2)
+        k = self.rotate(part["wk"](x).unflatten(-1, (self.shared, -1))).transpose(1, 2)
+        v = part["wv"](x).unflatten(-1, (self.shared, -1)).transpose(1, 2)
+        k, v = (t.repeat_interleave(self.heads // self.shared, dim=1) for t in (k, v))
+        scores = q @ k.transpose(2, 3) / self.size**0.5
+        scores = scores + torch.full(scores.shape[-2:], float("-inf")).triu(1)
+        mixed = F.softmax(scores.float(), dim=-1).type_as(q) @ v
+        return part["wo"](mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = x + self.attend(layer["attention"], layer["attention_norm"](x))
+            h, ff = layer["ffn_norm"](x), layer["feed_forward"]
+            x = x + ff["w2"](F.silu(ff["w1"](h)) * ff["w3"](h))
+        return self.output(self.norm(x))

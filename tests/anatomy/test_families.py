@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from plastiscope.anatomy import Anatomy, Matrix, from_names, trace
+from plastiscope.anatomy import Anatomy, Matrix, from_names, trace, verify
 from plastiscope.checkpoints.run import State, TensorInfo
 from plastiscope.errors import UsageError
 from tests.anatomy import zoo
-from tests.anatomy.nets import FusedGPT
+from tests.anatomy.nets import FusedGPT, RotaryLlama
 
 WITHOUT_TABLE = {"olmo2", "timm_swin2"}
 STORED = {
@@ -75,6 +76,44 @@ def test_table_and_trace_agree_slice_for_slice(name: str) -> None:
     assert tabled.keys() == traced.keys()
     for key in traced:
         assert tabled[key] == traced[key], key
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name", ["vit-sdpa", "deit-sdpa", "dinov2_registers-sdpa", "hf_swin-sdpa", "mixtral-sdpa"]
+)
+def test_files_with_older_names_hold_the_same_heads(name: str, tmp_path: Path) -> None:
+    """transformers writes other names than its modules have: the values must be the same."""
+    model = zoo.build(name)
+    traced = trace(model.module, model.forward, model.batch)
+    model.module.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "model.safetensors")
+    live = model.module.state_dict()
+    stored = from_names(state_of(saved), model.config)
+    assert saved.keys() != live.keys() and stored.source.startswith("family ")
+    parts = {(c.name, c.block): c for c in stored.components}
+    for c in traced.components:
+        if c.name not in STORED or c.name == "experts":
+            continue
+        other = parts[c.name, c.block]
+        assert len(other.heads) == len(c.heads)
+        for own, new in zip((*c.weights, *c.heads), (*other.weights, *other.heads), strict=True):
+            assert torch.equal(own.of(live[own.tensor]), new.of(saved[new.tensor]))
+    if name == "mixtral-sdpa":
+        assert len(parts["experts", 0].weights) == 9  # three experts of three matrices
+
+
+def test_tables_agree_on_a_rotary_network_in_llama2_names() -> None:
+    net = RotaryLlama()
+    batch = {"inputs": torch.arange(12).reshape(2, 6)}
+    tensors = net.state_dict()
+    traced = trace(net, lambda b: net(b["inputs"]), batch)
+    stored = from_names(state_of(tensors, {"model_args": {"n_heads": 4, "n_kv_heads": 2}}))
+    assert stored.source == "family llama2c"
+    assert layout(stored, tensors) == layout(traced, tensors)
+    assert traced.attention[0].kv_of_head == (0, 0, 1, 1)
+    own = dict(net.named_parameters())
+    assert all(p.ok for p in verify(net, lambda b: net(b["inputs"]), batch, traced, own))
 
 
 def test_the_checkpoints_own_config_says_how_many_heads() -> None:
