@@ -15,6 +15,7 @@ from .checkpoints import Run
 from .config import Settings
 from .derivatives import FAMILIES, family
 from .errors import UnreadableError, UsageError
+from .recorded import write_recorded
 from .reporter import Reporter, Silent
 from .session import Session
 
@@ -139,9 +140,14 @@ def _expanded(names: Iterable[str]) -> frozenset[str]:
 def _analyze_run(
     run: Run, settings: Settings, chosen: frozenset[str], reporter: Reporter
 ) -> Analyzed:
-    session = Session(run, settings, chosen, reporter)
     refuse_mixing(settings.out, run)
-    for line in (*run.notes, *(f"break at {b.checkpoint}: {b.reason}" for b in run.breaks)):
+    session = Session(run, settings, chosen, reporter)
+    recorded = write_recorded(settings.out, run)
+    for line in (
+        *run.notes,
+        *([recorded] if recorded else []),
+        *(f"break at {b.checkpoint}: {b.reason}" for b in run.breaks),
+    ):
         reporter.say(f"{run.name}: {line}")
     for skipped in run.skipped:
         reporter.say(f"{run.name}: skipped {skipped.name}: {skipped.reason}")

@@ -201,7 +201,7 @@ def _draw(out: Path, names: list[str]) -> list[Any]:
     """Draw the standard figures of these runs into OUT/figures/RUN."""
     from . import figures, store
 
-    table = store.read(out)
+    table = store.read(out, results=True)
     drawn = []
     for name in names:
         own = table[table["run"] == name]
@@ -256,24 +256,64 @@ def figures(
         Path | None, typer.Option("--to", help="Where to draw. [default: OUT/figures]")
     ] = None,
     figure: Annotated[list[str] | None, typer.Option(help="Only this figure. Repeatable.")] = None,
+    run: Annotated[list[str] | None, typer.Option(help="Only this run. Repeatable.")] = None,
     metric: Annotated[str | None, typer.Option(help="Instead of the figure's own.")] = None,
+    parameters: Annotated[str | None, typer.Option(help="The metric's, e.g. tau=0.1.")] = None,
+    subject: Annotated[str | None, typer.Option(help="weight, feature, ...")] = None,
+    component: Annotated[list[str] | None, typer.Option(help="Repeatable.")] = None,
     block: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    head: Annotated[list[int] | None, typer.Option(help="Repeatable.")] = None,
+    steps: Annotated[str | None, typer.Option(help="A range, e.g. 0:1000.")] = None,
+    x: Annotated[str, typer.Option(help="step, task, checkpoint or tokens.")] = "step",
+    tokens_per_step: Annotated[float | None, typer.Option(help="For --x tokens.")] = None,
+    group: Annotated[
+        list[str] | None,
+        typer.Option(help="Mean and deviation of several runs. Repeatable.", metavar="NAME=A,B"),
+    ] = None,
+    together: Annotated[
+        bool, typer.Option("--together", help="All runs side by side in each figure.")
+    ] = False,
     format: Annotated[str, typer.Option(help="png, pdf, svg.", metavar="A,B")] = "png,pdf,svg",
     style: Annotated[str, typer.Option(help="paper, slide, dark or a style file.")] = "paper",
 ) -> None:
-    """Draw again from the tables: choose figures, metric, blocks, formats, style."""
+    """Draw again from the tables: choose figures, metric, place, runs, formats, style."""
     from . import figures as drawing
     from . import store
 
-    table = store.read(outs)
-    for name, frame in table.groupby("run", observed=True, sort=False):
-        folder = (to or outs[0] / "figures") / str(name)
-        drawn = drawing.draw(
-            frame, folder, names=_tuple(figure), formats=_names(format) or (), style=style,
-            metric=metric, block=block,
-        )  # fmt: skip
-        for each in drawn:
+    table = store.read(outs, results=True)
+    groups = {name: tuple(runs.split(",")) for name, runs in (_pairs(group) or {}).items()}
+    names = [str(n) for n in table["run"].dropna().unique()]
+    for name in run or ():
+        if name not in names:
+            raise unknown("run", name, names)
+    chosen = table[table["run"].isin(run or names)]
+    folder = to or outs[0] / "figures"
+    apart = [] if together or groups else list(chosen.groupby("run", observed=True, sort=False))
+    for place, frame in [(folder / str(n), f) for n, f in apart] or [(folder, chosen)]:
+        for each in drawing.draw(
+            frame, place, names=_tuple(figure), formats=_names(format) or (), style=style,
+            metric=metric, block=block, head=head, component=component, steps=_range(steps),
+            groups=groups, x=x, tokens_per_step=tokens_per_step, parameters=parameters,
+            subject=subject,
+        ):  # fmt: skip
             print(f"{each.name}: {each.note or ', '.join(str(f) for f in each.files)}")
+
+
+@app.command()
+def report(
+    outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
+    to: Annotated[
+        Path | None, typer.Option("--to", help="The file. [default: OUT/report.html]")
+    ] = None,
+    title: Annotated[str, typer.Option(help="Of the page.")] = "Plasticity report",
+) -> None:
+    """Write one self-contained HTML page: the diagnosis, then the numbers to explore."""
+    from . import store
+    from .report import write
+    from .warnings import warnings_of
+
+    file = to or outs[0] / "report.html"
+    print(write(store.read(outs), file, warnings=warnings_of(outs), title=title))
 
 
 @app.command()
@@ -423,6 +463,16 @@ def _pairs(options: list[str] | None) -> dict[str, str] | None:
         if "=" not in option:
             raise UsageError(f"--assume takes KEY=VALUE, not {option!r}")
     return dict(option.split("=", 1) for option in options)
+
+
+def _range(option: str | None) -> tuple[int | None, int | None] | None:
+    if option is None:
+        return None
+    try:
+        first, last = (int(part) if part.strip() else None for part in option.split(":"))
+    except ValueError:
+        raise UsageError(f"--steps takes a range such as 0:1000, not {option!r}") from None
+    return first, last
 
 
 def _names(option: str | None) -> tuple[str, ...] | None:

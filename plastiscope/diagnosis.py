@@ -121,6 +121,7 @@ def diagnose(table: pd.DataFrame) -> tuple[Diagnosis, ...]:
 
 
 def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
+    frame = frame[(frame["subject"] != "task") & frame["step"].notna()]
     # What the last checkpoint's least broken series still joins is the stretch to judge.
     latest = frame["step"] == frame["step"].max()
     joined = frame[frame["segment"] >= frame.loc[latest, "segment"].min()]

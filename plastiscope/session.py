@@ -131,6 +131,11 @@ class Session:
         facts = {
             **network.facts(),
             "source": str(self.run.path),
+            "sequence": [
+                *self.run.notes,
+                *(f"break at {b.checkpoint}: {b.reason}" for b in self.run.breaks),
+                *(f"skipped {s.name}: {s.reason}" for s in self.run.skipped),
+            ],
             "step_source": checkpoint.step_source,
             "format": checkpoint.format,
             "notes": list(state.notes),

@@ -13,12 +13,14 @@ import json
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
@@ -36,7 +38,8 @@ class Row:
     """One measured value, or the reason why there is none (`value` None, `status` not "ok").
 
     `segment` counts the breaks of the sequence before it (architecture, head or vocabulary
-    changed): values of different segments are never compared.
+    changed): values of different segments are never compared. `checkpoint`, `step` and
+    `task` are those of the file unless given.
     """
 
     metric: str
@@ -56,6 +59,9 @@ class Row:
     tensor: str | None = None
     probe: str | None = None
     segment: int = 0
+    checkpoint: str | None = None
+    step: int | None = None
+    task: int | None = None
     version: int = 1
 
 
@@ -126,7 +132,9 @@ def write(
     """
     names = [f.name for f in fields(Row)]
     columns = {name: [getattr(row, name) for row in rows] for name in names}
-    columns |= {name: [value] * len(rows) for name, value in common.items()}
+    for name, value in common.items():
+        own = columns.get(name, [None] * len(rows))
+        columns[name] = [value if given is None else given for given in own]
     table = pa.Table.from_arrays(
         [_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA
     )
@@ -171,8 +179,18 @@ def metric_files(out: Path) -> list[Path]:
     return sorted(p for p in (out / "metrics").rglob("*.parquet") if not p.name.startswith("."))
 
 
-def read(outs: Path | Iterable[Path], columns: Sequence[str] | None = None) -> pd.DataFrame:
+def results_file(out: Path, run: str) -> Path:
+    """Where the results lie that a run recorded itself, task by task."""
+    return out / "results" / f"{_safe(run)}.parquet"
+
+
+def read(
+    outs: Path | Iterable[Path], columns: Sequence[str] | None = None, results: bool = False
+) -> pd.DataFrame:
     """All rows of one or several OUT directories, in (run, step) order.
+
+    A run whose name stands in several of them becomes OUT/run, so that two runs never look like
+    one. With `results` the recorded ones are read too (subject "task").
 
     Text columns are categoricals with plain string categories; block, head, index, rows, columns
     and task are Int64 (null allowed); value is float64 with NaN for null.
@@ -180,24 +198,47 @@ def read(outs: Path | Iterable[Path], columns: Sequence[str] | None = None) -> p
     Raises UsageError when OUT holds no tables, UnreadableError for a file that isn't one of ours,
     NotEnoughEvidenceError when there is no row.
     """
-    return _frame(read_arrow(outs, columns))
+    return _frame(read_arrow(outs, columns, results))
 
 
-def read_arrow(outs: Path | Iterable[Path], columns: Sequence[str] | None = None) -> pa.Table:
+def read_arrow(
+    outs: Path | Iterable[Path], columns: Sequence[str] | None = None, results: bool = False
+) -> pa.Table:
     """The rows as `read` gives them, as an Arrow table in file order with plain string columns:
     without pandas, whose import costs half a second. Raises what `read` raises."""
-    tables = []
-    for out in [outs] if isinstance(outs, Path) else list(outs):
-        files = metric_files(out)
-        if not files:
-            raise UsageError(
-                f"no tables in {out}: it has no metrics/*.parquet; run `plastiscope analyze` first"
-            )
-        tables += [_read_table(file, columns) for file in files]
+    folders = [outs] if isinstance(outs, Path) else list(dict.fromkeys(outs))
+    tables = [_read_out(out, columns, results) for out in folders]
+    if len(tables) > 1 and (columns is None or "run" in columns):
+        names = [set(pc.unique(table["run"]).to_pylist()) for table in tables]
+        counts = Counter(name for some in names for name in some)
+        shared = pa.array([n for n, count in counts.items() if count > 1], pa.string())
+        tables = [
+            _qualified(table, str(out), shared) for out, table in zip(folders, tables, strict=True)
+        ]
     table = pa.concat_tables(tables)
     if table.num_rows == 0:
         raise NotEnoughEvidenceError("the tables hold no rows")
     return table
+
+
+def _read_out(out: Path, columns: Sequence[str] | None, results: bool) -> pa.Table:
+    files = metric_files(out)
+    if not files:
+        raise UsageError(
+            f"no tables in {out}: it has no metrics/*.parquet; run `plastiscope analyze` first"
+        )
+    if results:
+        files += sorted((out / "results").glob("[!.]*.parquet"))
+    return pa.concat_tables([_read_table(file, columns) for file in files])
+
+
+def _qualified(table: pa.Table, out: str, shared: pa.Array) -> pa.Table:
+    """With OUT/ before the names of runs that other tables have too."""
+    runs = table["run"]
+    longer = pc.binary_join_element_wise(out, runs, "/")
+    index = table.schema.get_field_index("run")
+    chosen = pc.if_else(pc.is_in(runs, shared), longer, runs)
+    return table.set_column(index, "run", chosen)
 
 
 def _read_table(file: Path, columns: Sequence[str] | None) -> pa.Table:

@@ -83,10 +83,30 @@ def test_names_that_differ_get_files_that_differ(tmp_path: Path) -> None:
     assert all(f.parent == tmp_path / "metrics" / "r" and len(f.name) < 200 for f in files)
 
 
-def test_several_outs_are_read_in_step_order(tmp_path: Path) -> None:
-    put(tmp_path / "one", [Row("m", "weight", 1.0)], step=1000)
-    put(tmp_path / "two", [Row("m", "weight", 2.0)], step=50, checkpoint="b")
-    assert store.read([tmp_path / "one", tmp_path / "two"])["step"].tolist() == [50, 1000]
+def test_rows_are_read_in_step_order(tmp_path: Path) -> None:
+    put(tmp_path, [Row("m", "weight", 1.0)], step=1000, checkpoint="a")
+    put(tmp_path, [Row("m", "weight", 2.0)], step=50, checkpoint="b")
+    assert store.read(tmp_path)["step"].tolist() == [50, 1000]
+
+
+def test_runs_of_one_name_in_two_outs_stay_two(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    put(one, [Row("m", "weight", 1.0)])
+    put(two, [Row("m", "weight", 2.0)], checkpoint="b")
+    put(two, [Row("m", "weight", 3.0)], checkpoint="c", run="other")
+    table = store.read([one, two, one])
+    assert dict(zip(table["value"], table["run"], strict=True)) == {
+        1.0: f"{one}/r", 2.0: f"{two}/r", 3.0: "other"
+    }  # fmt: skip
+
+
+def test_recorded_results_are_read_on_request(tmp_path: Path) -> None:
+    put(tmp_path, [Row("m", "weight", 1.0)])
+    rows = [Row("accuracy", "task", 0.5, step=7, task=1), Row("accuracy", "task", 0.25, step=9)]
+    store.write(store.results_file(tmp_path, "r"), rows, common("results.csv"), "k", {})
+    assert len(store.read(tmp_path)) == 1
+    table = store.read(tmp_path, results=True)
+    assert table["step"].tolist() == [0, 7, 9] and table["task"].tolist()[1] == 1
 
 
 def test_what_cannot_be_read_says_so(tmp_path: Path) -> None:
