@@ -68,7 +68,7 @@ def read_recorded(file: Path) -> list[store.Row]:
     if not found:
         raise UsageError(f"{file} isn't a table of results (task, step, accuracy or loss)")
     rows = [
-        store.Row(metric, "task", value, task=task, step=step)
+        store.Row(metric, "task", value, checkpoint=f"{NAME} task {task}", task=task, step=step)
         for metric, task, step, value in found
     ]
     accuracies = tuple(value for metric, _, _, value in found if metric == "accuracy")
