@@ -29,6 +29,7 @@ NOTES = {
     "unchanged_null": "no value before and now",
     "measured_now": "no value before, one now",
     "accepted": "no value, accepted by the rule",
+    "early": "too few checkpoints for a trend yet",
     "few": "moved, in too few places for the rule",
     "note": "note",
 }

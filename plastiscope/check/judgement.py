@@ -23,6 +23,8 @@ def judge(pair: Pair) -> Finding | None:
         return _gap(pair, "missing", f"{_what(pair)} at step {pair.step}: gone from the new run")
     if pair.after.value is None:
         return _null(pair, pair.after)
+    if pair.gap == "reference" and rule.optional and rule.against == "trend":
+        return _note(pair, "early", f"{_what(pair)}: {pair.why}")
     if pair.gap:
         return _gap(pair, pair.gap, f"{_what(pair)}: {pair.why}")
     if pair.before is None:

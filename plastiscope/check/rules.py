@@ -48,7 +48,8 @@ class Rule:
     (at least one) must exceed them for the rule to fail; 0 means any single one.
 
     `severity` fail, warn or informational (listed, never fails). `optional` rules may match
-    nothing; `nulls` lists the statuses under which a missing value is accepted.
+    nothing and, against a trend, may lack the checkpoints for one; `nulls` lists the statuses
+    under which a missing value is accepted.
     """
 
     name: str
