@@ -25,6 +25,7 @@ RUN_RULES: tuple[Rule, ...] = (
         components=("!network",),
         bad="up",
         absolute=0.15,
+        steady=0.3,
         optional=True,
         reason="Units whose activation fades take no part in learning the next task; their share "
         "is the most direct sign. In healthy runs a layer's share stays within a tenth of where "

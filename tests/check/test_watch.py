@@ -271,3 +271,27 @@ def test_killed_at_random_points_then_resumed_gives_the_same_tables(
     assert interrupted > 0
     work()
     pd.testing.assert_frame_equal(store.read(settings.out), expected)
+
+
+def test_the_command_line_follows_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from plastiscope.cli import main
+
+    start(tmp_path / "run", 2)
+    save(tmp_path / "run", 20, scale=3.0)
+    (tmp_path / "plastiscope.toml").write_text(
+        'only = ["weight_magnitude"]\n[[check.rules]]\nmetric = "weight_magnitude"\n'
+        'components = "!*.bias"\nbad = "up"\nabsolute = 0.01\nrelative = 0.5\n',
+        "utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["plastiscope", "watch", "run", "--interval", "0.01"])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith("run step 10")] == [
+        "run step 10 step_00010.pt: passed (5 comparisons by 1 rule)"
+    ]
+    assert any("step_00020.pt: FAILED weight_magnitude" in line for line in lines)
