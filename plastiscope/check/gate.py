@@ -53,7 +53,7 @@ def check(
     for rule in chosen:
         found.judge(rule, [p for p in pairs if p.rule is rule], bool(old))
     metrics = distinct(rows, "metric")
-    extra = [*said, *_lost_runs(new, old), *found.missing(metrics, bool(said))]
+    extra = [*said, *_lost_runs(old, new, runs), *found.missing(metrics, bool(said))]
     where = str(table) if isinstance(table, (str, Path)) else getattr(table, "out", None)
     return Result(
         findings=worst_first([*found.findings, *extra]),
@@ -113,10 +113,11 @@ def _partner(run: str, new: Runs, old: Runs) -> list[Value]:
     return old.get(run, [])
 
 
-def _lost_runs(new: Runs, old: Runs) -> list[Finding]:
+def _lost_runs(old: Runs, new: Runs, chosen: Sequence[str]) -> list[Finding]:
+    """A finding for each of the chosen runs of the baseline that has no partner."""
     if len(new) == len(old) == 1:
         return []
-    lost = [run for run in old if run not in new]
+    lost = [run for run in old if run not in new and (not chosen or run in chosen)]
     return [
         Finding("missing", "fail", f"run {run!r}: gone from the new tables", run=run)
         for run in lost
@@ -176,7 +177,7 @@ class _Found:
         for rule in rules:
             if not self.matched[rule.name] and rule.name not in explained and not rule.optional:
                 yield _unmatched(rule, metrics)
-        if not rules or any(f.kind in GAPS and f.fails for f in self.findings):
+        if no_baseline or any(f.kind in GAPS and f.fails for f in self.findings):
             return
         if not sum(self.matched.values()):
             yield Finding("nothing", "fail", "no rows were compared, so nothing may be concluded")

@@ -410,6 +410,8 @@ def test_runs_are_paired_by_name(make: Maker, tmp_path: Path) -> None:
     make("new", {1: [value(2.0)]}, run="b")
     found = check(tmp_path / "new", tmp_path / "old", [FALLS])
     assert [(f.run, f.kind) for f in found.findings] == [("b", "regression")]
+    only = check(tmp_path / "new", tmp_path / "old", [FALLS], runs=["a"])
+    assert (only.status, only.compared) == (0, 1)
     with pytest.raises(UsageError, match="known: a, b"):
         check(tmp_path / "new", tmp_path / "old", [FALLS], runs=["aa"])
 
