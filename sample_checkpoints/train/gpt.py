@@ -33,7 +33,7 @@ HELD_OUT = "vi"
 LEAST_TEXT = 8_000  # characters; smaller catalogues are no task
 PROBE = 64
 BATCH = 8
-LEARNING_RATE = 1e-2
+LEARNING_RATE = 2e-3
 MESSAGE = re.compile(r'^msgstr(?:\[\d+\])? ((?:".*"\n?)+)', re.MULTILINE)
 
 
@@ -156,6 +156,11 @@ def task(index: int) -> Task:
     return language(codes[index % len(codes)])
 
 
+def longest() -> Task:
+    """The language with the most text, so that the twin has the least cause to overfit."""
+    return language(max(languages(), key=lambda code: len(catalogues()[code])))
+
+
 def save(folder: Path, moment: Moment) -> None:
     torch.save(
         {
@@ -176,15 +181,16 @@ if __name__ == "__main__":
             name="gpt",
             build=GPT,
             task=task,
-            stationary=lambda: task(0),
+            stationary=longest,
             unseen=lambda _: language(HELD_OUT),
             save=save,
-            tasks=20,
-            steps=120,
+            tasks=24,
+            steps=150,
             batch=BATCH,
             learning_rate=LEARNING_RATE,
-            checkpoints=(0, 2, 4, 6, 9, 12, 16, 20),
+            checkpoints=(0, 1, 2, 4, 7, 11, 16, 24),
             score="loss",
+            fused=True,
         ),
         seeds=5,
     )
