@@ -94,6 +94,7 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
         exclude=settings.exclude,
         order=settings.order,
         base=settings.base,
+        rename=_renames(settings.rename),
         trust_pickle=settings.trust_pickle,
         strict=settings.strict,
     )
@@ -107,6 +108,14 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
             )
         seen[run.name] = run.path
     return runs
+
+
+def _renames(pairs: tuple[str, ...]) -> tuple[tuple[str, str], ...]:
+    """("head.=classifier.",) as pairs. Raises UsageError for an entry without "="."""
+    for pair in pairs:
+        if "=" not in pair:
+            raise UsageError(f"--rename takes OLD=NEW, not {pair!r}")
+    return tuple((pair.split("=", 1)[0], pair.split("=", 1)[1]) for pair in pairs)
 
 
 def chosen_steps(text: str | None) -> Container[int] | None:

@@ -95,7 +95,7 @@ def analyze(
         str | None,
         typer.Option(
             "--with",
-            help="These too: metrics, or ntk, jacobian, sensitivity, optimizer.",
+            help="These too: metrics, or ntk, jacobian, sensitivity, gradients, optimizer.",
             metavar="A,B",
             rich_help_panel=MEASURE,
         ),
@@ -158,6 +158,14 @@ def analyze(
         str | None,
         typer.Option(help="The base model to merge an adapter into.", rich_help_panel=READING),
     ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A tensor's name changed during the run, e.g. head.=classifier. Repeatable.",
+            metavar="OLD=NEW",
+            rich_help_panel=READING,
+        ),
+    ] = None,
     trust_pickle: Annotated[
         bool | None,
         typer.Option(
@@ -181,8 +189,8 @@ def analyze(
         only=_names(only), extra=_names(extra), probe_rows=probe_rows, probe_inputs=probe_inputs,
         batch_size=batch_size, seed=seed, families=_tuple(family), allow_partial=allow_partial,
         weights=weights, prefix=prefix, steps=steps, every=every, include=_tuple(include),
-        exclude=_tuple(exclude), order=order, base=base, trust_pickle=trust_pickle,
-        strict=strict, figures=figures,
+        exclude=_tuple(exclude), order=order, base=base, rename=_tuple(rename),
+        trust_pickle=trust_pickle, strict=strict, figures=figures,
     )  # fmt: skip
     from .terminal import Terminal
 

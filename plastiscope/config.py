@@ -54,6 +54,7 @@ class Settings:
     exclude: tuple[str, ...] = ()
     order: str = "auto"
     base: str | None = None
+    rename: tuple[str, ...] = ()
     families: tuple[str, ...] = ()
     allow_partial: bool = False
     trust_pickle: bool = False

@@ -12,13 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .anatomy import watch
 from .anatomy.parts import Component
 from .checkpoints import State
-from .metrics import METRICS, Place, measure
+from .metrics import METRICS, Place, absent, measure
 from .models.live import Batch
 from .network import Network
 from .observations import (
     OptimizerState,
+    UnitGradientSums,
     attention_bound,
     capture,
     linear_bound,
@@ -36,6 +38,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "ntk": frozenset({"Kernel"}),
     "jacobian": frozenset({"Jacobian"}),
     "sensitivity": frozenset({"RateOfChange", "ChangeBound"}),
+    "gradients": frozenset({"UnitGradients"}),
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
@@ -170,12 +173,38 @@ def sensitivity_rows(network: Network, batch: Batch, chosen: frozenset[str]) -> 
         if key[0] in ("norm1", "attention", "norm2", "fc1", "fc2")
     }
     embedded = blocks[min(blocks, key=lambda key: key[1] or 0)]
-    found = observe_rate_of_change_embedding(
-        live.module, live.forward, batch, _keyed(protocol), embedded
-    )
-    yield from _rows(found, "sensitivity", chosen)
+    yield from _embedding_rows(network, batch, protocol, embedded, chosen)
     x = capture(live.module, live.forward, batch, {0: embedded})[0].x
     yield from _rows(dict(_attention_bounds(network, x)), "sensitivity", chosen)
+
+
+def _embedding_rows(
+    network: Network,
+    batch: Batch,
+    places: Mapping[Where, str],
+    embedded: str,
+    chosen: frozenset[str],
+) -> Iterator[Row]:
+    """In the embedding protocol; a component that can't take the embedding's output (windows, a
+    deeper stage's width) is a null row."""
+    assert network.live is not None
+    live = network.live
+
+    def observe(some: Mapping[Where, str]) -> Iterator[Row]:
+        keyed = _keyed(some)
+        found = observe_rate_of_change_embedding(live.module, live.forward, batch, keyed, embedded)
+        return _rows(found, "sensitivity", chosen)
+
+    try:
+        yield from observe(places)
+    except RuntimeError:
+        for key, path in places.items():
+            try:
+                yield from observe({key: path})
+            except RuntimeError:
+                place = Place(key[0], key[1], "sensitivity")
+                rows = absent("RateOfChange", place, "embedding_does_not_fit", chosen)
+                yield from (r for r in rows if r.metric == "rate_of_change_embedding")
 
 
 def _keyed(places: Mapping[Where, str]) -> dict[Hashable, str]:
@@ -234,6 +263,63 @@ def _attention_bounds(network: Network, x: Tensor) -> Iterator[tuple[Hashable, A
         k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         bound = attention_bound(q, k, v, output, x.shape[1], token_radius(x))
         yield ("attention", block), bound
+
+
+# --- gradients into units ---
+
+
+def gradient_rows(
+    network: Network, batch: Batch, chosen: frozenset[str], folds: int
+) -> Iterator[Row]:
+    """Of every activation: the loss's gradients into its units, on a labelled probe."""
+    parts = network.anatomy.components
+    activations = {i: c for i, c in enumerate(parts) if c.name == "activation" and c.features}
+    places = {i: Place(c.name, c.block, "gradient", "all") for i, c in activations.items()}
+    if "labels" not in batch:
+        for place in places.values():
+            yield from absent("UnitGradients", place, "no_labels", chosen)
+        return
+    seen = _gradients_at(network, batch, {i: c.features for i, c in activations.items()})
+    for i, place in places.items():
+        gradient = seen.get(i)
+        if gradient is None or len(gradient) % len(batch["inputs"]):
+            yield from absent("UnitGradients", place, "no_gradient", chosen)
+            continue
+        gradient = gradient.movedim(activations[i].channel_axis, -1)
+        per_input = gradient.reshape(len(batch["inputs"]), -1, gradient.shape[-1])
+        fold = torch.arange(len(per_input)) % folds
+        sums = UnitGradientSums(folds)
+        sums.add(per_input.flatten(0, 1), fold.repeat_interleave(per_input.shape[1]))
+        yield from measure(sums.finish(), place, chosen)
+
+
+def _gradients_at(
+    network: Network, batch: Batch, sites: Mapping[int, Any]
+) -> dict[int, Tensor | None]:
+    """The gradient of the summed loss at each site."""
+    assert network.live is not None
+    live, seen = network.live, dict[int, Tensor]()
+
+    def keep(key: Any, x: Tensor) -> None:
+        x.retain_grad()
+        seen[key] = x
+
+    keyed: dict[Hashable, Any] = {}
+    keyed.update(sites.items())
+    with (
+        torch.enable_grad(),
+        watch(live.module, keyed, {}, keep, _ignore, clone=False, detach=False) as recorder,
+    ):
+        logits = live.forward(batch)
+        recorder.check()
+        flat, labels = logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1)
+        loss = nn.functional.cross_entropy(flat, labels, ignore_index=-100, reduction="sum")
+        torch.autograd.backward(loss)
+    live.module.zero_grad(set_to_none=True)
+    return {key: x.grad for key, x in seen.items()}
+
+
+def _ignore(*_: Any) -> None: ...
 
 
 # --- the optimizer ---

@@ -19,6 +19,8 @@ from .errors import UnreadableError
 from .network import Network, open_network, signature
 
 SCHEMA = "plastiscope.inspect/1"
+LOOKED_THROUGH = 1 << 28
+"""Entries up to which a checkpoint is searched for NaN and infinity."""
 
 
 def inspect(paths: Iterable[str | Path], settings: Settings | None = None) -> dict[str, Any]:
@@ -75,9 +77,20 @@ def _checkpoint(checkpoint: Checkpoint, state: State) -> dict[str, Any]:
         "tensors": len(infos),
         "parameters": sum(torch.Size(i.shape).numel() for i in counted),
         "optimizer": state.optimizer() is not None,
+        "stubs": sorted(state.stubs),
+        "non_finite": _non_finite(state),
         "fingerprint": checkpoint.fingerprint,
         "notes": list(state.notes),
     }
+
+
+def _non_finite(state: State) -> list[str] | None:
+    """Weights that hold NaN or infinity; None when there is too much to look through."""
+    weights = [n for n, i in state.tensors.items() if i.kind == "weight" and i.alias_of is None]
+    sizes = [torch.Size(state.tensors[n].shape).numel() for n in weights]
+    if sum(sizes) > LOOKED_THROUGH:
+        return None
+    return [n for n in weights if not torch.isfinite(state.read(n).float()).all()]
 
 
 def _network(state: State, run: Run, settings: Settings) -> dict[str, Any]:

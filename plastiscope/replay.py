@@ -18,9 +18,9 @@ import torch
 
 from .anatomy import AttentionCall, watch
 from .anatomy.parts import Anatomy, AttentionSite, Component, Site
-from .metrics import Place, measure, unit_totals
+from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
-from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums
+from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
 from .store import Row
 
 PROJECTIONS = ("q", "k", "v")
@@ -28,12 +28,14 @@ PROJECTIONS = ("q", "k", "v")
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the probe is cut: batches, folds, and the rows that a feature matrix may take."""
+    """How the probe is cut: batches, folds, the rows that a feature matrix may take, and of how
+    many inputs the attention maps' own rank is taken."""
 
     folds: int
     probe_rows: int
     batch_size: int
     seed: int
+    maps: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Replay:
     per_head: dict[int, FeatureSums] = field(default_factory=dict)
     units: dict[int, UnitSums] = field(default_factory=dict)
     attention: dict[int, AttentionSums] = field(default_factory=dict)
+    unplaced: set[int] = field(default_factory=set)
     outputs: OutputSums | None = None
     _before: dict[int, torch.Tensor] = field(default_factory=dict)
     _chunk: _Chunk | None = None
@@ -92,13 +95,26 @@ class Replay:
     def _on_tensor(self, key: Any, x: torch.Tensor) -> None:
         index, port = key
         component = self.anatomy.components[index]
-        x = _positions_first(x, component)
+        placed = self._by_input(_positions_first(x, component))
+        if placed is None:
+            self.unplaced.add(index)
+            return
+        x = placed
         if port == "before":
             self._before[index] = x
             return
         self._add_features(index, x)
         if component.name == "activation":
             self._add_units(index, component, x, self._before.pop(index, None))
+
+    def _by_input(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x as [B, d] or [B, P, d], where it comes as [B*P, d] or in windows [B*n, P, d]; None
+        when its rows can't be told apart by input."""
+        assert self._chunk is not None
+        inputs = len(self._chunk.fold)
+        if len(x) == inputs:
+            return x
+        return x.reshape(inputs, -1, x.shape[-1]) if len(x) % inputs == 0 else None
 
     def _on_attention(self, block: Any, call: AttentionCall) -> None:
         assert self._chunk is not None
@@ -121,7 +137,8 @@ class Replay:
     def _maps(self, block: int) -> AttentionSums:
         if block not in self.attention:
             causal = self.anatomy.attention[block].causal
-            self.attention[block] = AttentionSums(self.sampling.folds, causal=causal)
+            maps = self.sampling.maps
+            self.attention[block] = AttentionSums(self.sampling.folds, causal=causal, maps=maps)
         return self.attention[block]
 
     def _index(self, block: int, name: str) -> int | None:
@@ -197,14 +214,9 @@ class Replay:
     def rows(self, only: Collection[str]) -> list[Row]:
         """The rows of every metric in `only`, in the network's order."""
         chosen = frozenset(only)
-        rows: list[Row] = []
-        for index, component in enumerate(self.anatomy.components):
-            rows += self._component_rows(index, component, chosen)
-            if component.name == "q" and component.block in self.attention:
-                found = self.attention[component.block].finish()
-                heads = self.anatomy.attention[component.block].heads
-                place = Place("attention", component.block, "attention", heads=heads)
-                rows += measure(found, place, chosen)
+        numbered = enumerate(self.anatomy.components)
+        parts = in_threads(lambda item: self._component_rows(*item, chosen), numbered)
+        rows = [row for part in parts for row in part]
         if self.outputs is not None:
             rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
         return rows + unit_totals([sums.finish() for sums in self.units.values()], chosen)
@@ -212,9 +224,13 @@ class Replay:
     def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
         rows: list[Row] = []
         for tokens in ("all", "cls"):
+            place = Place(component.name, component.block, "feature", tokens)
             if (index, tokens) in self.features:
-                place = Place(component.name, component.block, "feature", tokens)
                 rows += measure(self.features[index, tokens].finish(), place, only)
+            elif index in self.unplaced:
+                rows += absent("Features", place, "inputs_not_told_apart", only)
+            elif tokens == "cls" and self._lacks_cls(index):
+                rows += absent("Features", place, "no_cls_token", only)
         if index in self.per_head and component.heads:
             site = self.anatomy.attention[component.block or 0]
             heads = site.heads if component.name == "q" else site.kv_heads
@@ -223,7 +239,17 @@ class Replay:
         if index in self.units:
             place = Place(component.name, component.block, "unit", "all")
             rows += measure(self.units[index].finish(), place, only)
+        if component.name == "q" and component.block in self.attention:
+            heads = self.anatomy.attention[component.block].heads
+            place = Place("attention", component.block, "attention", heads=heads)
+            rows += measure(self.attention[component.block].finish(), place, only)
         return rows
+
+    def _lacks_cls(self, index: int) -> bool:
+        """Whether a CLS token is missed there: where anything is seen at all, in an encoder."""
+        sites = self.anatomy.attention.values()
+        encoder = bool(sites) and not any(site.causal for site in sites)
+        return encoder and self.anatomy.cls is None and (index, "all") in self.features
 
 
 def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:

@@ -18,6 +18,7 @@ from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .derivatives import (
     first_inputs,
+    gradient_rows,
     jacobian_rows,
     kernel_rows,
     kernels,
@@ -83,8 +84,8 @@ class Session:
             metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
             settings=[
                 s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
-                s.weights, s.prefix, s.base, s.families, s.allow_partial, s.gradient_inputs,
-                s.jacobian_inputs,
+                s.weights, s.prefix, s.base, s.rename, s.families, s.allow_partial,
+                s.gradient_inputs, s.jacobian_inputs,
             ],
         )  # fmt: skip
 
@@ -206,7 +207,8 @@ class Session:
     def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:
         assert network.live is not None
         s = self.settings
-        sampling = Sampling(s.folds, s.probe_rows, s.batch_size, s.seed)
+        maps = s.gradient_inputs if "attention_rank" in self.chosen else 0
+        sampling = Sampling(s.folds, s.probe_rows, s.batch_size, s.seed, maps)
         replay = Replay(network.anatomy, len(each.batch["inputs"]), sampling)
         replay.run(network.live, each.batch, network.device)
         return [replace(row, probe=label(each)) for row in replay.rows(self.chosen)]
@@ -220,6 +222,8 @@ class Session:
         if wants("jacobian", chosen):
             few = first_inputs(batch, s.jacobian_inputs)
             yield from jacobian_rows(network, few, chosen, s.seed)
+        if wants("gradients", chosen):
+            yield from gradient_rows(network, batch, chosen, s.folds)
         if wants("sensitivity", chosen):
             yield from sensitivity_rows(network, batch, chosen)
 

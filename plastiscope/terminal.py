@@ -71,9 +71,9 @@ class Terminal:
             self.say(f"{self.run}: {self.done}/{self.total} step {step} {checkpoint}")
 
     def drawn(self, drawn: Sequence[Any]) -> None:
-        for figure in drawn:
-            if figure.note:
-                self.say(f"figure {figure.name}: {figure.note}")
+        left_out = list(dict.fromkeys(figure.name for figure in drawn if not figure.files))
+        if left_out:
+            self.say(f"no data for the figures {', '.join(left_out)}")
 
     def summarize(self, analysis: Analysis) -> None:
         """The diagnosis of each run, then where the files are; fits 80 columns."""
@@ -174,6 +174,11 @@ def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
 
 def _remarks(run: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
     notes = [*run["notes"], *(f"{c['name']}: {n}" for c in run["checkpoints"] for n in c["notes"])]
+    notes += [
+        f"{c['name']}: NaN or infinity in {', '.join(c['non_finite'])}"
+        for c in run["checkpoints"]
+        if c["non_finite"]
+    ]
     breaks = [f"{b['checkpoint']}: {b['reason']}" for b in run["breaks"]]
     skipped = [f"{s['name']}: {s['reason']}" for s in run["skipped"]]
     for title, lines in (("notes", notes), ("breaks", breaks), ("skipped", skipped)):

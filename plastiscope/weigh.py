@@ -12,7 +12,7 @@ import torch
 
 from .anatomy.parts import Anatomy, Component, Matrix
 from .metrics import Place, measure, weight_totals
-from .observations import Magnitude, Weight
+from .observations import Magnitude, Weight, in_threads
 from .store import Row
 
 Read = Callable[[str], torch.Tensor]
@@ -44,16 +44,23 @@ class Scales:
 
     def weigh(self, anatomy: Anatomy) -> list[Row]:
         """The rows of every component's matrices and heads, then of the whole network."""
-        rows: list[Row] = []
+        parts: list[tuple[Component, tuple[Matrix, ...], bool]] = []
         for component in anatomy.components:
-            for matrix in component.weights:
-                rows += self._rows(component, (matrix,), stacked=False)
-            if component.heads:
-                rows += self._rows(component, component.heads, stacked=True)
+            parts += [(component, (matrix,), False) for matrix in component.weights]
+            parts += [(component, component.heads, True)] if component.heads else []
+        found = in_threads(lambda part: self._observe(*part), parts)
+        rows: list[Row] = []
+        for part, weight in zip(parts, found, strict=True):
+            rows += self._rows(*part, weight)
         return rows + self._totals()
 
-    def _rows(self, component: Component, matrices: tuple[Matrix, ...], stacked: bool) -> list[Row]:
-        found = self._observe(component, matrices, stacked)
+    def _rows(
+        self,
+        component: Component,
+        matrices: tuple[Matrix, ...],
+        stacked: bool,
+        found: Weight | Magnitude,
+    ) -> list[Row]:
         tensor = self.stored(matrices[0].tensor)
         if not stacked:
             key = f"{tensor} {matrices[0].rows} {matrices[0].columns}"

@@ -159,3 +159,19 @@ def test_an_optimizer_of_another_network_is_not_matched() -> None:
     other(torch.randn(2, 5)).sum().backward()
     optimizer.step()
     assert match_optimizer(network(), optimizer.state_dict()) == {}
+
+
+def test_gradients_into_units_are_autograds(run: Path, tmp_path: Path) -> None:
+    settings = Settings(out=tmp_path, only=("gradients",), steps="2", gradient_inputs=INPUTS)
+    rows = plastiscope.analyze(run, settings).table()
+    net, x = stored(run, 2)
+    labels = torch.from_numpy(np.load(run / "probe.npz")["labels"])
+    hidden = net[1](net[0](x)).requires_grad_()
+    loss = nn.functional.cross_entropy(net[2:](hidden), labels, reduction="sum")
+    gradient = torch.autograd.grad(loss, hidden)[0].abs().mean(0)
+    score = gradient / gradient.mean()
+    found = rows[(rows["component"] == "activation") & (rows["block"] == 0)]
+    assert len(found) >= 1
+    for parameters, value in zip(found["parameters"], found["value"], strict=True):
+        tau = float(str(parameters).split("tau=")[1])
+        assert value == pytest.approx(float((score <= tau).double().mean()))

@@ -76,7 +76,13 @@ def _chosen(rules: Iterable[Rule] | str | Path | None, baseline: bool) -> list[R
     for name in names:
         if names.count(name) > 1:
             raise UsageError(f"two rules are called {name!r}: give each its own `name`")
-    if not baseline and any(rule.against == "baseline" for rule in chosen):
+    compares = any(rule.against == "baseline" for rule in chosen)
+    if baseline and not compares:
+        raise UsageError(
+            "no rule compares with the baseline: set against = 'baseline' in one, or let "
+            "`plastiscope check OUT --baseline FILE --init --rules NEW` write such rules"
+        )
+    if compares and not baseline:
         name = next(rule.name for rule in chosen if rule.against == "baseline")
         raise UsageError(f"rule {name!r} compares with a baseline: give one with --baseline")
     return chosen
@@ -240,8 +246,6 @@ def baseline_values(
     Raises UsageError when no rule compares with a baseline.
     """
     chosen = [rule for rule in _chosen(rules, True) if rule.against == "baseline"]
-    if not chosen:
-        raise UsageError("no rule compares with a baseline: set against = 'baseline' in one")
     rows = load(table)
     new = _only(read_runs(rows, {r.metric for r in chosen}), runs, rows)
     kept: dict[str, list[Value]] = {}

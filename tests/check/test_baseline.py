@@ -109,7 +109,7 @@ def test_a_baseline_without_a_number_is_refused(make: Maker, tmp_path: Path) -> 
     with pytest.raises(NotEnoughEvidenceError):
         keep(out, tmp_path / "b.jsonl")
     assert not (tmp_path / "b.jsonl").exists()
-    with pytest.raises(UsageError, match="no rule compares with a baseline"):
+    with pytest.raises(UsageError, match="no rule compares with the baseline"):
         baseline_values(out, [Rule("x", "effective_rank")])
 
 

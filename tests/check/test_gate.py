@@ -398,6 +398,12 @@ def test_a_rule_against_a_baseline_needs_one(make: Maker) -> None:
         check(make("new", {1: [RANK]}), rules=[FALLS])
 
 
+def test_a_baseline_that_no_rule_looks_at_is_no_gate(make: Maker) -> None:
+    steps = {0: [RANK], 1: [RANK]}
+    with pytest.raises(UsageError, match="no rule compares with the baseline"):
+        check(make("new", steps), make("old", steps), [IN_RUN])
+
+
 # --- several runs -------------------------------------------------------------------------------
 
 
