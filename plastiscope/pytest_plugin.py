@@ -54,18 +54,25 @@ def plasticity_check(request: pytest.FixtureRequest, tmp_path: Path) -> Plastici
         from .check import check
         from .check.formats import FORMATS
 
-        if baseline is None:
+        rules = rules or request.config.getoption("--plastiscope-rules")
+        if baseline is None and _look_at_a_baseline(rules):
             baseline = request.config.getoption("--plastiscope-baseline")
-        if rules is None:
-            rules = request.config.getoption("--plastiscope-rules")
-        if baseline is None or rules is None:
             baseline, rules = _configured(baseline, rules, request.config.rootpath)
+        elif rules is None:
+            rules = _configured(baseline, None, request.config.rootpath)[1]
         result = check(_measured(run, tmp_path), baseline, rules, **options)
         if not result.passed:
             pytest.fail(FORMATS["text"](result), pytrace=False)
         return result
 
     return check_run
+
+
+def _look_at_a_baseline(rules: Any) -> bool:
+    """Whether a test's own rules want the baseline that the session was given."""
+    if rules is None or isinstance(rules, (str, Path)):
+        return True
+    return any(rule.against == "baseline" for rule in rules)
 
 
 def _configured(baseline: Any, rules: Any, folder: Path) -> tuple[Any, Any]:
