@@ -70,6 +70,8 @@ def tolerate(rule: Rule, before: Value, after: Value) -> Tolerance:
     """The tolerances of a comparison; never finer than rounding, nor than one unit in n."""
     assert before.value is not None
     errors = [v.error for v in (before, after) if v.error is not None]
+    if rule.against == "baseline":
+        errors += [counting_error(v) for v in (before, after)]
     return Tolerance(
         max(rule.absolute, ABSOLUTE_FLOOR, grain(after), before.rounding + after.rounding),
         max(rule.relative, RELATIVE_FLOOR) * abs(before.value),
@@ -79,8 +81,20 @@ def tolerate(rule: Rule, before: Value, after: Value) -> Tolerance:
 
 def grain(value: Value) -> float:
     """The smallest step of a fraction: one unit in n (with room for rounding), else 0."""
-    counted = value.series.metric.endswith("_fraction") and value.series.subject == "unit"
-    return (1 + 1e-6) / value.columns if counted and value.columns else 0.0
+    return (1 + 1e-6) / value.columns if _counts_units(value) and value.columns else 0.0
+
+
+def counting_error(value: Value) -> float:
+    """The binomial standard error of a share of n units, else 0: another run's units are other
+    draws of the same initialisation."""
+    if not _counts_units(value) or not value.columns or value.value is None:
+        return 0.0
+    share = min(max(value.value, 0.0), 1.0)
+    return math.sqrt(share * (1 - share) / value.columns)
+
+
+def _counts_units(value: Value) -> bool:
+    return value.series.metric.endswith("_fraction") and value.series.subject == "unit"
 
 
 def _what(pair: Pair) -> str:
@@ -147,4 +161,13 @@ def share_out(rule: Rule, findings: Sequence[Finding], compared: int) -> list[Fi
     ]
 
 
-__all__ = ["GAPS", "grain", "is_compared", "judge", "share_out", "tolerate", "worsening"]
+__all__ = [
+    "GAPS",
+    "counting_error",
+    "grain",
+    "is_compared",
+    "judge",
+    "share_out",
+    "tolerate",
+    "worsening",
+]

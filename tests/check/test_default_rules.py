@@ -159,7 +159,7 @@ AGED = {
     "mlp": {"units-go-dormant", "units-die", "features-lose-rank", "weights-blow-up"},
     "cnn": {"units-go-dormant", "units-die"},
     "vit": {"features-lose-rank", "attention-collapses"},
-    "gpt": {"features-lose-rank", "units-die"},
+    "gpt": {"features-lose-rank"},
 }
 
 

@@ -151,9 +151,20 @@ def test_a_finding_names_place_values_and_tolerance(make: Maker) -> None:
 
 @pytest.mark.parametrize(("dead", "fails"), [(1, False), (2, True)])
 def test_a_fraction_is_never_finer_than_one_unit(make: Maker, dead: int, fails: bool) -> None:
-    rule = Rule("dormant", "dormant_fraction", bad="up", against="baseline")
+    rule = Rule("dormant", "dormant_fraction", bad="up", against="baseline", errors=0.0)
     new, old = make("new", {1: [value(dead / 20, DORMANT)]}), make("old", {1: [DORMANT]})
     assert check(new, old, [rule]).status == int(fails)
+
+
+@pytest.mark.parametrize(("units", "fails"), [(20, False), (400, True)])
+def test_against_a_baseline_a_narrow_layer_is_a_small_sample(
+    make: Maker, units: int, fails: bool
+) -> None:
+    rule = Rule("dormant", "dormant_fraction", bad="up", against="baseline", absolute=0.1)
+    old, new = (value(v, DORMANT, columns=units) for v in (0.1, 0.3))  # 3 errors: 0.37 and 0.08
+    assert check(make("new", {1: [new]}), make("old", {1: [old]}), [rule]).status == int(fails)
+    within = make("run", {0: [old], 1: [new]})
+    assert check(within, rules=[replace(rule, against="first")]).status == 1
 
 
 def test_identical_tables_pass_with_no_tolerance_at_all(make: Maker) -> None:
