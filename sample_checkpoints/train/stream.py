@@ -182,5 +182,5 @@ def main(stream: Stream, seeds: int = 6) -> None:
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
     saved = train(stream, folder, options.seed, options.healthy)
-    ages = list(saved)[-1:] if options.healthy else list(saved)[::-2]
-    show_loss(stream, folder, {age: saved[age] for age in reversed(ages)}, seeds)
+    shown = list(saved)[::-2]
+    show_loss(stream, folder, {age: saved[age] for age in reversed(shown)}, seeds)
