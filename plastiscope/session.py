@@ -62,15 +62,21 @@ class Session:
         if not resumed:
             try:
                 self._write(position, checkpoint, file, key)
+            except FileNotFoundError:
+                self._fail(checkpoint, UnreadableError("deleted while the run was analyzed"))
+                return
             except UnreadableError as error:
-                if self.settings.strict:
-                    raise
-                self.failed[checkpoint.name] = str(error)
-                self.reporter.say(f"{self.run.name}/{checkpoint.name}: {error}")
+                self._fail(checkpoint, error)
                 return
             self.measured += 1
         self.files.append(file)
         self.reporter.advance(checkpoint.name, checkpoint.step, resumed)
+
+    def _fail(self, checkpoint: Checkpoint, error: UnreadableError) -> None:
+        if self.settings.strict:
+            raise error
+        self.failed[checkpoint.name] = str(error)
+        self.reporter.say(f"{self.run.name}/{checkpoint.name}: {error}")
 
     def _key(self, position: int, checkpoint: Checkpoint) -> str:
         """Everything that this checkpoint's rows depend on."""
