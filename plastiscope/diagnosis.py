@@ -15,7 +15,6 @@ import pandas as pd
 
 SERIES = ["block", "component", "head", "tokens", "subject", "metric", "parameters", "probe"]
 ENOUGH_CHECKPOINTS = 4
-ENOUGH_SIGNS = 2
 SIGNIFICANT = 3.0
 STEADY = 0.5
 
@@ -24,13 +23,14 @@ STEADY = 0.5
 class Sign:
     """A family of series and when it means trouble.
 
-    `worse` is +1 when growth is bad, -1 when a fall is. `least` is the smallest change that
-    counts: of the value itself for a fraction (`relative` False), else of its logarithm, so that
-    halving and doubling weigh the same. `share` of the family must have moved that far for the
-    sign to be present.
+    Signs of one `kind` speak of one thing, and count once in the verdict. `worse` is +1 when growth
+    is bad, -1 when a fall is. `least` is the smallest change that counts: of the value itself for a
+    fraction (`relative` False), else of its logarithm, so that halving and doubling weigh the same.
+    `share` of the family must have moved that far for the sign to be present.
     """
 
     name: str
+    kind: str
     metric: str
     subject: str
     worse: int
@@ -43,15 +43,21 @@ class Sign:
 
 
 SIGNS = (
-    Sign("features lose rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all"),
-    Sign("CLS token loses rank", "effective_rank", "feature", -1, np.log(1.25), tokens="cls"),
-    Sign("heads lose rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all",
+    Sign("features lose rank", "rank", "effective_rank", "feature", -1, np.log(1.25),
+         tokens="all"),
+    Sign("CLS token loses rank", "rank", "effective_rank", "feature", -1, np.log(1.25),
+         tokens="cls"),
+    Sign("heads lose rank", "rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all",
          per_head=True),
-    Sign("units go dormant", "dormant_fraction", "unit", 1, 0.1, relative=False,
+    Sign("units go dormant", "units", "dormant_fraction", "unit", 1, 0.1, relative=False,
          parameters="tau=0.025"),
-    Sign("weights grow", "weight_magnitude", "weight", 1, np.log(1.5)),
-    Sign("attention collapses", "attention_entropy", "attention", -1, np.log(1.5), per_head=True),
+    Sign("weights grow", "weights", "weight_magnitude", "weight", 1, np.log(1.5)),
+    Sign("attention collapses", "attention", "attention_entropy", "attention", -1, np.log(1.5),
+         per_head=True),
 )  # fmt: skip
+CORE = ("rank", "units")
+"""Kinds of signs that healthy runs don't show. Weights grow and attention sharpens in any training:
+they support a diagnosis, and don't make one."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +133,7 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
     joined = frame[frame["segment"] >= frame.loc[latest, "segment"].min()]
     steps = sorted(joined["step"].unique())
     findings = tuple(f for f in (_find(sign, joined) for sign in SIGNS) if f.movements)
-    reasons = frame.loc[frame["status"] != "ok", "status"].astype(str).value_counts()
+    reasons = frame.loc[frame["value"].isna(), "status"].astype(str).value_counts()
     return Diagnosis(
         run,
         len(steps),
@@ -140,21 +146,24 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
 
 
 def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:
+    """At least one core kind of sign, and one kind more: else no diagnosis."""
     findings = tuple(findings)
-    measured = {f.sign.subject for f in findings}
     if checkpoints < ENOUGH_CHECKPOINTS:
         return (
             f"Not enough evidence: {checkpoints} comparable checkpoints, "
             f"a trend needs {ENOUGH_CHECKPOINTS}."
         )
-    if measured <= {"weight"}:
+    if not {f.sign.kind for f in findings} & set(CORE):
         return "Not enough evidence: only weights were measured, no features or units."
-    present = [f.sign.name for f in findings if f.present]
-    if len(present) >= ENOUGH_SIGNS:
-        return f"Losing plasticity: {len(present)} of {len(findings)} signs: {', '.join(present)}."
-    if present:
-        return f"One sign of {len(findings)} alone: {present[0]}. Watch it; not a diagnosis."
-    return f"No sign of plasticity loss ({len(findings)} looked for)."
+    present = [f.sign for f in findings if f.present]
+    names = ", ".join(sign.name for sign in present)
+    kinds = {sign.kind for sign in present}
+    if not kinds & set(CORE):
+        also = f" {names.capitalize()}, as in healthy training too." if names else ""
+        return f"No sign of plasticity loss ({len(findings)} looked for).{also}"
+    if len(kinds) == 1:
+        return f"Only one kind of sign: {names}. Watch it; not a diagnosis."
+    return f"Losing plasticity: {len(present)} of {len(findings)} signs: {names}."
 
 
 def _find(sign: Sign, frame: pd.DataFrame) -> Finding:

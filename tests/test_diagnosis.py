@@ -69,9 +69,17 @@ def test_a_healthy_run_shows_no_sign(tmp_path: Path) -> None:
     assert found.verdict == "No sign of plasticity loss (3 looked for)."
 
 
-def test_one_sign_alone_is_not_a_diagnosis(tmp_path: Path) -> None:
+def test_growing_weights_alone_are_healthy_training(tmp_path: Path) -> None:
     found = only(table(tmp_path, rank(STEADY), weights(GROWING), norms(GROWING)))
-    assert found.verdict.startswith("One sign of 2 alone: weights grow")
+    assert found.verdict.startswith("No sign of plasticity loss (2 looked for). Weights grow, as")
+    assert [f.sign.name for f in found.present] == ["weights grow"]
+
+
+def test_one_kind_of_sign_is_not_a_diagnosis(tmp_path: Path) -> None:
+    cls = [Row(**{**vars(r), "tokens": "cls"}) for r in rank(FALLING)]
+    found = only(table(tmp_path, rank(FALLING), cls, weights(STEADY), norms(STEADY)))
+    assert len(found.present) == 2
+    assert found.verdict.startswith("Only one kind of sign: features lose rank, CLS token loses")
 
 
 def test_shrinking_weights_and_rising_rank_are_not_signs(tmp_path: Path) -> None:
