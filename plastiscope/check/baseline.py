@@ -20,6 +20,7 @@ from .values import Runs, Series, Value, read_runs
 
 FORMAT = 1
 _DIGITS = 7
+_EPS = 2.0**-52
 
 
 def write_baseline(file: Path, runs: Mapping[str, Iterable[Value]]) -> int:
@@ -139,7 +140,9 @@ def _parse(fields: Mapping[str, Any], versions: Mapping[str, int]) -> tuple[str,
         series, step, value, number["error"], status, number["rows"], number["columns"],
         versions[series.metric], number["probe"], segment,
     )  # fmt: skip
-    return run, Value(**{**vars(found), "rounding": 0.5 * 10.0 ** -_last_digit(found)})
+    # Half a digit, and room for the difference of two floats: 0.125 - 0.12 is above 0.005.
+    rounding = 0.5 * 10.0 ** -_last_digit(found) + 4 * _EPS * abs(found.value or 0.0)
+    return run, Value(**{**vars(found), "rounding": rounding})
 
 
 def keep(selected: Sequence[Value]) -> list[Value]:

@@ -25,7 +25,13 @@ def _replay(inputs: int) -> Callable[[], object]:
 
     torch.manual_seed(0)
     model = timm.create_model(
-        "vit_tiny_patch16_224", img_size=32, patch_size=8, embed_dim=64, num_heads=4, depth=4
+        "vit_tiny_patch16_224",
+        img_size=32,
+        patch_size=8,
+        embed_dim=64,
+        num_heads=4,
+        depth=4,
+        num_classes=10,
     ).eval()
     live = Live(model, Inputs("image", (3, 32, 32)), {}, lambda b: model(b["inputs"]), "timm")
     # Views of one image: the probe itself must not be what grows.

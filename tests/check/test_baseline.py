@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from plastiscope.check import Rule, baseline_values, check
@@ -64,6 +64,7 @@ def test_the_file_is_sorted_and_one_change_is_one_line(make: Maker, tmp_path: Pa
     value=st.floats(-1e12, 1e12, allow_subnormal=False),
     error=st.none() | st.floats(1e-6, 1e6),
 )
+@example(value=0.125, error=0.5)
 def test_a_run_passes_against_its_own_baseline_with_no_tolerance(
     tmp_path_factory: pytest.TempPathFactory, value: float, error: float | None
 ) -> None:
