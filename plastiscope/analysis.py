@@ -14,7 +14,7 @@ from . import checkpoints, metrics, store
 from .checkpoints import Run
 from .config import Settings
 from .derivatives import FAMILIES, family
-from .errors import UnreadableError, UsageError
+from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
 from .session import Session
@@ -22,12 +22,14 @@ from .session import Session
 
 @dataclass(frozen=True)
 class Analyzed:
-    """What became of one run: files written or found finished, checkpoints that failed and why."""
+    """What became of one run: files written or found finished, checkpoints that failed and those
+    that held nothing to measure, and why."""
 
     run: Run
     files: tuple[Path, ...]
     measured: int
     failed: Mapping[str, str]
+    empty: Mapping[str, str]
     assumed: tuple[str, ...]
     missing: str | None
 
@@ -79,6 +81,9 @@ def analyze(
         settings.out, tuple(_analyze_run(run, settings, chosen, reporter) for run in runs)
     )
     if not any(analyzed.files for analyzed in analysis.runs):
+        empty = [why for analyzed in analysis.runs for why in analyzed.empty.values()]
+        if not analysis.failures:
+            raise NotEnoughEvidenceError("; ".join(empty))
         raise UnreadableError("no checkpoint could be measured: " + "; ".join(analysis.failures))
     return analysis
 
@@ -165,7 +170,15 @@ def _analyze_run(
         session.measure(position, checkpoint)
     missing = next((n.missing for n in session.networks.values() if n.missing), None)
     assumed = tuple(dict.fromkeys(a for n in session.networks.values() for a in n.assumptions))
-    return Analyzed(run, tuple(session.files), session.measured, session.failed, assumed, missing)
+    return Analyzed(
+        run,
+        tuple(session.files),
+        session.measured,
+        session.failed,
+        session.empty,
+        assumed,
+        missing,
+    )
 
 
 def refuse_mixing(out: Path, run: Run) -> None:

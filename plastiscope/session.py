@@ -50,6 +50,7 @@ class Session:
         self.kernels: dict[tuple[str, str], dict[tuple[str, Hashable], Kernel]] = {}
         self.files: list[Path] = []
         self.failed: dict[str, str] = {}
+        self.empty: dict[str, str] = {}
         self.measured = 0
         self.broken = {b.checkpoint: b for b in run.breaks}
         self.sources = sources(run.path, settings)
@@ -62,6 +63,10 @@ class Session:
         if not resumed:
             try:
                 self._write(position, checkpoint, file, key)
+            except NotEnoughEvidenceError as error:
+                self.empty[checkpoint.name] = str(error)
+                self.reporter.say(str(error))
+                return
             except FileNotFoundError:
                 self._fail(checkpoint, UnreadableError("deleted while the run was analyzed"))
                 return

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -24,6 +25,10 @@ from .diagnosis import Diagnosis, Finding, Movement, diagnose
 
 if TYPE_CHECKING:
     from .analysis import Analysis
+
+
+WHERE = 30
+"""Characters of a place in the summary, so that its six columns fit 80."""
 
 
 class Terminal:
@@ -94,10 +99,7 @@ class Terminal:
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """The verdict and, for each sign, the two places that moved most."""
     console.print()
-    console.print(
-        f"[bold]{diagnosis.run}[/]  {diagnosis.checkpoints} checkpoints, "
-        f"steps {diagnosis.first} to {diagnosis.last}"
-    )
+    console.print(f"[bold]{escape(diagnosis.run)}[/]  {_span(diagnosis)}")
     console.print(f"[bold]{diagnosis.verdict}[/]")
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for heading, justify in (
@@ -107,11 +109,23 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for finding in diagnosis.findings:
         _add_finding(table, finding)
-    console.print(table)
+    if diagnosis.findings:
+        console.print(table)
     left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
     if left_out:
         console.print(f"[dim]no value: {', '.join(left_out)} rows[/]")
     console.print()
+
+
+def _span(diagnosis: Diagnosis) -> str:
+    if diagnosis.checkpoints == 1:
+        return f"1 checkpoint, step {diagnosis.first}"
+    return f"{diagnosis.checkpoints} checkpoints, steps {diagnosis.first} to {diagnosis.last}"
+
+
+def _short(where: str) -> str:
+    """At most WHERE characters, the end kept: it tells the layers of one network apart."""
+    return where if len(where) <= WHERE else f"…{where[-WHERE + 1 :]}"
 
 
 def _add_finding(table: Table, finding: Finding) -> None:
@@ -122,7 +136,7 @@ def _add_finding(table: Table, finding: Finding) -> None:
         percent = not finding.sign.relative
         table.add_row(
             *head,
-            movement.where,
+            _short(movement.where),
             _number(movement.first, percent),
             _number(movement.last, percent),
             _change(movement, percent),

@@ -246,3 +246,23 @@ def test_the_same_weights_in_another_format_give_the_same_rows(
     two = plastiscope.analyze(other, replace(settings, out=tmp_path / "out2")).table()
     same = [c for c in one.columns if c not in ("checkpoint", "checkpoint_fingerprint")]
     pd.testing.assert_frame_equal(rows(one[same]), rows(two[same]))
+
+
+def test_odd_files_beside_each_other_cost_only_themselves(
+    tmp_path: Path, settings: Settings
+) -> None:
+    """One layer without a name, a scalar, a matrix, and nothing but integers."""
+    folder = tmp_path / "odd"
+    folder.mkdir()
+    layer = nn.Linear(4, 3)
+    torch.save(layer.state_dict(), folder / "layer.pt")
+    torch.save({"scale": torch.tensor(2.0), "m.weight": torch.eye(3)}, folder / "scalar.pt")
+    torch.save({"counts": torch.arange(5)}, folder / "integers.pt")
+    analysis = plastiscope.analyze(folder, settings)
+    empty = [why for run in analysis.runs for why in run.empty.values()]
+    assert len(empty) == 1 and "integers.pt" in empty[0]
+    table = analysis.table()
+    rank = table[(table["metric"] == "effective_rank") & (table["tensor"] == "m.weight")]
+    assert rank["value"].tolist() == [pytest.approx(3.0)]
+    magnitude = table[(table["metric"] == "weight_magnitude") & (table["tensor"] == "scale")]
+    assert magnitude["value"].tolist() == [2.0]

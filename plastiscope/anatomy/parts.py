@@ -48,7 +48,9 @@ class Matrix:
     columns: tuple[int, ...] | None = None
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The matrix [out, in] cut from the whole tensor."""
+        """The matrix [out, in] cut from the whole tensor; a scalar is [1, 1]."""
+        if tensor.ndim == 0:
+            return tensor.reshape(1, 1)
         others = tuple(a for a in range(tensor.ndim) if a not in self.out_axes)
         out = 1
         for axis in self.out_axes:

@@ -26,11 +26,8 @@ def coverage(found: Coverage) -> list[Values]:
     that weren't seen have rows with the status not_observed.
     Misleads: it counts, it doesn't weigh: one unseen component may be the one that matters.
     """
-    return [
-        Values(_share(found.parameters, found.all_parameters), parameters="of=parameters"),
-        Values(_share(found.components, found.all_components), parameters="of=components"),
-    ]
-
-
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else float("nan")
+    counts = {
+        "of=parameters": (found.parameters, found.all_parameters),
+        "of=components": (found.components, found.all_components),
+    }
+    return [Values(part / whole, parameters=of) for of, (part, whole) in counts.items() if whole]

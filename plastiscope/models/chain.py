@@ -60,6 +60,8 @@ class Between:
 def build(state: State, assume: Mapping[str, str]) -> Live:
     """A chain of linear, convolution and norm layers; ModelError when it isn't one."""
     layers = read_layers(weights_of(state))
+    if not all(layer.path for layer in layers):
+        raise not_a_chain("its root is itself one layer, without a name")
     skip = hints.says_skip(state.extras)
     if skip:
         raise not_a_chain(f"its settings say {skip}, and tensors don't show where it skips")

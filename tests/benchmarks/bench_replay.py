@@ -41,7 +41,8 @@ def _replay(inputs: int) -> Callable[[], object]:
     anatomy = trace(model, live.forward, {"inputs": noise[:2]})
 
     def work() -> object:
-        replay = Replay(anatomy, inputs, Sampling(8, 4096, 64, 0))
+        # Rows are held up to 2 K d of them, then moments: at 1024 inputs that has been reached.
+        replay = Replay(anatomy, inputs, Sampling(2, 4096, 64, 0))
         replay.run(live, {"inputs": images}, torch.device("cpu"))
         return replay.rows(ONLY)
 
