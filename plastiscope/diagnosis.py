@@ -96,7 +96,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The findings for one run, over the checkpoints `first` to `last`."""
+    """The findings for one run, over the checkpoints `first` to `last`.
+
+    `unmeasured` counts the rows without a value by their reason; `coverage` is the share of the
+    parameters and of the components that were measured.
+    """
 
     run: str
     checkpoints: int
@@ -105,6 +109,7 @@ class Diagnosis:
     findings: tuple[Finding, ...]
     verdict: str
     unmeasured: tuple[tuple[str, int], ...]
+    coverage: tuple[tuple[str, float], ...] = ()
 
     @property
     def present(self) -> tuple[Finding, ...]:
@@ -142,7 +147,15 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
         findings,
         _verdict(findings, len(steps)),
         tuple((str(reason), int(count)) for reason, count in reasons.items()),
+        _coverage(frame),
     )
+
+
+def _coverage(frame: pd.DataFrame) -> tuple[tuple[str, float], ...]:
+    """The least share of parameters and of components that any checkpoint was measured in."""
+    rows = frame[frame["metric"] == "coverage"]
+    least = rows.groupby("parameters", observed=True)["value"].min()
+    return tuple((str(of).removeprefix("of="), float(v)) for of, v in least.items())
 
 
 def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:

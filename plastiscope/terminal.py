@@ -111,6 +111,9 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         _add_finding(table, finding)
     if diagnosis.findings:
         console.print(table)
+    part = [f"{100 * share:.1f} % of the {of}" for of, share in diagnosis.coverage if share < 1]
+    if part:
+        console.print(f"measured only {' and '.join(part)}: see `plastiscope inspect`")
     left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
     if left_out:
         console.print(f"[dim]no value: {', '.join(left_out)} rows[/]")

@@ -128,6 +128,12 @@ def test_nothing_is_compared_across_a_break(tmp_path: Path) -> None:
     assert found.findings[0].movements[0].first == 10.0
 
 
+def test_the_least_coverage_is_told(tmp_path: Path) -> None:
+    shares = [Row("coverage", "network", v, "network", parameters="of=components")
+              for v in (1.0, 1.0, 0.75, 1.0, 1.0, 1.0)]  # fmt: skip
+    assert only(table(tmp_path, rank(STEADY), shares)).coverage == (("components", 0.75),)
+
+
 def test_a_null_is_counted_with_its_reason(tmp_path: Path) -> None:
     null = [Row("effective_rank", "weight", None, "fc2", 0, status="non_finite")] * 6
     assert only(table(tmp_path, rank(STEADY), null)).unmeasured == (("non_finite", 6),)
