@@ -101,10 +101,10 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     console.print()
     console.print(f"[bold]{escape(diagnosis.run)}[/]  {_span(diagnosis)}")
     console.print(f"[bold]{diagnosis.verdict}[/]")
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for heading, justify in (
         ("sign", "left"), ("moved", "right"), ("most in", "left"),
-        ("first", "right"), ("last", "right"), ("change", "right"),
+        ("first", "right"), ("last", "right"), ("change", "right"), ("±", "right"),
     ):  # fmt: skip
         table.add_column(heading, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for finding in diagnosis.findings:
@@ -143,6 +143,7 @@ def _add_finding(table: Table, finding: Finding) -> None:
             _number(movement.first, percent),
             _number(movement.last, percent),
             _change(movement, percent),
+            _error(movement, percent),
         )
 
 
@@ -157,6 +158,15 @@ def _change(movement: Movement, percent: bool) -> str:
         return ""
     ratio = movement.last / movement.first
     return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"
+
+
+def _error(movement: Movement, percent: bool) -> str:
+    """The standard error of the change, in the change's own unit."""
+    if movement.error is None:
+        return ""
+    if percent:
+        return f"{100 * movement.error:.0f}"
+    return f"{100 * movement.error / movement.first:.1g}" if movement.first > 0 else ""
 
 
 def print_inspection(found: dict[str, Any], verify: bool = False) -> None:
