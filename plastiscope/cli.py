@@ -455,6 +455,25 @@ def show(
 
 
 @app.command()
+def export(
+    outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
+    tensorboard: Annotated[Path | None, typer.Option(help="Write event files here.")] = None,
+    mlflow: Annotated[Path | None, typer.Option(help="Write an MLflow database here.")] = None,
+) -> None:
+    """Write the tables for an experiment tracker: TensorBoard or MLflow, steps preserved."""
+    from . import store
+    from .export import to_mlflow, to_tensorboard
+
+    if tensorboard is None and mlflow is None:
+        raise UsageError("say where to: --tensorboard DIR or --mlflow DIR")
+    table = store.read(outs, results=True)
+    written = to_tensorboard(table, tensorboard) if tensorboard else []
+    written += to_mlflow(table, mlflow) if mlflow else []
+    for path in written:
+        print(path)
+
+
+@app.command()
 def explain(
     metric: Annotated[str | None, typer.Argument(help="A metric; all when left out.")] = None,
 ) -> None:

@@ -16,6 +16,7 @@ TABLE_SIDE = (
     "store.py",
     "diagnosis.py",
     "show.py",
+    "export.py",
     "errors.py",
     "config.py",
     "figures",

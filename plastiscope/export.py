@@ -1,0 +1,98 @@
+"""The tables in the files of experiment trackers, written by the trackers' own writers.
+
+A series is one tag, "metric (parameters)/component/block 3/head 1/tokens/subject"; its values keep
+their steps. Rows without a value or a step are left out: trackers know no reasons.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from .errors import NotEnoughEvidenceError, UsageError
+
+COLUMNS = ("metric", "parameters", "component", "block", "head", "tokens", "subject", "index")
+
+
+def to_tensorboard(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Event files, one folder a run. Raises UsageError without the tensorboard package."""
+    try:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    except ImportError as error:
+        raise _missing("tensorboard", "tensorboard") from error
+    written = []
+    for run, frame in _runs(table):
+        writer = EventFileWriter(str(folder / run))
+        for step, values in _steps(frame):
+            summary = Summary(
+                value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values]
+            )
+            writer.add_event(Event(step=step, wall_time=float(step), summary=summary))
+        writer.close()
+        written.append(folder / run)
+    return written
+
+
+def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """An MLflow database in the folder, a run for each run. Raises UsageError without mlflow."""
+    try:
+        from mlflow.entities import Metric
+        from mlflow.tracking import MlflowClient
+    except ImportError as error:
+        raise _missing("mlflow", "mlflow") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
+    known = client.get_experiment_by_name("plastiscope")
+    experiment = known.experiment_id if known else client.create_experiment("plastiscope")
+    for run, frame in _runs(table):
+        to = client.create_run(experiment, run_name=run).info.run_id
+        for step, values in _steps(frame):
+            metrics = [Metric(_plain(tag), value, step, step) for tag, value in values]
+            for start in range(0, len(metrics), 1000):
+                client.log_batch(to, metrics=metrics[start : start + 1000])
+        client.set_terminated(to)
+    return [folder]
+
+
+def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    known = table[table["value"].notna() & table["step"].notna()]
+    if known.empty:
+        raise NotEnoughEvidenceError("no value to export")
+    for run, frame in known.groupby("run", observed=True, sort=False):
+        yield str(run).replace("/", "_"), frame
+
+
+def _steps(frame: pd.DataFrame) -> Iterator[tuple[int, list[tuple[str, float]]]]:
+    """Each step with its tags and values, steps ascending."""
+    tags = frame[list(COLUMNS)].astype(object).apply(_tag, axis=1)
+    named = frame.assign(tag=tags).sort_values("step", kind="stable")
+    for step, rows in named.groupby("step", sort=True):
+        yield (
+            int(step),
+            [(str(t), float(v)) for t, v in zip(rows["tag"], rows["value"], strict=True)],
+        )
+
+
+def _tag(row: Any) -> str:
+    parts = [f"{row['metric']} ({row['parameters']})" if row["parameters"] else row["metric"]]
+    for column, form in (
+        ("component", "{}"), ("block", "block {}"), ("head", "head {}"), ("tokens", "{}"),
+        ("subject", "{}"), ("index", "{}"),
+    ):  # fmt: skip
+        if not pd.isna(row[column]):
+            parts.append(form.format(row[column]))
+    return "/".join(str(p) for p in parts)
+
+
+def _plain(tag: str) -> str:
+    """MLflow allows letters, digits, and a few signs in the name of a metric."""
+    return "".join(c if c.isalnum() or c in "_-. :/" else "_" for c in tag)
+
+
+def _missing(name: str, extra: str) -> UsageError:
+    return UsageError(f"{name} isn't installed: python -m pip install 'plastiscope[{extra}]'")
