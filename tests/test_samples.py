@@ -20,6 +20,7 @@ from torch import nn
 import plastiscope
 from plastiscope.analysis import Analysis
 from plastiscope.config import Settings
+from plastiscope.diagnosis import SIGNS
 
 SAMPLES = Path(__file__).parents[1] / "sample_checkpoints"
 RUNS = ("mlp", "cnn", "vit", "gpt")
@@ -262,3 +263,13 @@ def test_tied_weights_count_once(tables: dict[str, pd.DataFrame]) -> None:
         parameters="pooled",
     )
     assert found == pytest.approx(total / count, rel=1e-9)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_verdict_on_runs_that_lost_plasticity(run: str, tmp_path: Path) -> None:
+    needed = {sign.metric for sign in SIGNS} | {"spectral_norm"}
+    settings = Settings(out=tmp_path, only=tuple(sorted(needed)))
+    (found,) = plastiscope.diagnose(plastiscope.analyze(SAMPLES / run, settings).table())
+    assert found.verdict.startswith("Losing plasticity")
+    assert "features lose rank" in {f.sign.name for f in found.present}
+    assert found.checkpoints >= 8 and found.first == 0
