@@ -42,9 +42,13 @@ class Analysis:
     runs: tuple[Analyzed, ...]
 
     def table(self) -> pd.DataFrame:
-        """All rows of these runs (see `plastiscope.store.read`)."""
+        """All rows of these runs' present checkpoints (see `plastiscope.store.read`).
+
+        OUT may hold more: checkpoints that were measured earlier and have since been deleted.
+        """
         frame = store.read(self.out)
-        ours = frame["run"].isin([a.run.name for a in self.runs])
+        present = {(a.run.name, c.name) for a in self.runs for c in a.run.checkpoints}
+        ours = [pair in present for pair in zip(frame["run"], frame["checkpoint"], strict=True)]
         return cast("pd.DataFrame", frame[ours].reset_index(drop=True))
 
     @property

@@ -503,7 +503,12 @@ def _range(option: str | None) -> tuple[int | None, int | None] | None:
 
 
 def _names(option: str | None) -> tuple[str, ...] | None:
-    return None if option is None else tuple(n.strip() for n in option.split(",") if n.strip())
+    if option is None:
+        return None
+    names = tuple(name.strip() for name in option.split(",") if name.strip())
+    if not names:
+        raise UsageError(f"a list of names is empty: {option!r}")
+    return names
 
 
 def _tuple(option: list[str] | None) -> tuple[str, ...] | None:

@@ -137,7 +137,8 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
     latest = frame["step"] == frame["step"].max()
     joined = frame[frame["segment"] >= frame.loc[latest, "segment"].min()]
     steps = sorted(joined["step"].unique())
-    findings = tuple(f for f in (_find(sign, joined) for sign in SIGNS) if f.movements)
+    found = (_find(sign, joined, steps[-1]) for sign in SIGNS)
+    findings = tuple(f for f in found if f.movements)
     reasons = frame.loc[frame["value"].isna(), "status"].astype(str).value_counts()
     return Diagnosis(
         run,
@@ -145,7 +146,7 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
         int(steps[0]),
         int(steps[-1]),
         findings,
-        _verdict(findings, len(steps)),
+        _not_finite(joined) or _verdict(findings, len(steps)),
         tuple((str(reason), int(count)) for reason, count in reasons.items()),
         _coverage(frame),
     )
@@ -158,13 +159,25 @@ def _coverage(frame: pd.DataFrame) -> tuple[tuple[str, float], ...]:
     return tuple((str(of).removeprefix("of="), float(v)) for of, v in least.items())
 
 
+def _not_finite(frame: pd.DataFrame) -> str | None:
+    """What broke, when the last checkpoint holds NaN or infinity: nothing else can be judged."""
+    bad = frame[(frame["status"] == "non_finite") & frame["value"].isna()]
+    if bad.empty or bad["step"].max() < frame["step"].max():
+        return None
+    weights = bad[bad["subject"] == "weight"]
+    first = (weights if len(weights) else bad).sort_values("step", kind="stable").iloc[0]
+    block = None if pd.isna(first["block"]) else int(first["block"])
+    where = place(str(first["component"]), block, None)
+    return f"Broken: NaN or infinity since step {int(first['step'])}, first in {where}."
+
+
 def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:
     """At least one core kind of sign, and one kind more: else no diagnosis."""
     findings = tuple(findings)
     if checkpoints < ENOUGH_CHECKPOINTS:
         return (
-            f"Not enough evidence: {checkpoints} comparable checkpoints, "
-            f"a trend needs {ENOUGH_CHECKPOINTS}."
+            f"Not enough evidence: {checkpoints} comparable "
+            f"checkpoint{'s' * (checkpoints != 1)}, a trend needs {ENOUGH_CHECKPOINTS}."
         )
     if not {f.sign.kind for f in findings} & set(CORE):
         return "Not enough evidence: only weights were measured, no features or units."
@@ -179,8 +192,8 @@ def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:
     return f"Losing plasticity: {len(present)} of {len(findings)} signs: {names}."
 
 
-def _find(sign: Sign, frame: pd.DataFrame) -> Finding:
-    series = [_movement(sign, group) for group in _series(sign, frame)]
+def _find(sign: Sign, frame: pd.DataFrame, last: int) -> Finding:
+    series = [_movement(sign, group, last) for group in _series(sign, frame)]
     movements = sorted((m for m in series if m is not None), key=lambda m: -m.size)
     moved = sum(_counts(sign, m) for m in movements)
     present = bool(movements) and moved >= max(1, sign.share * len(movements))
@@ -213,9 +226,10 @@ def _places(frame: pd.DataFrame) -> pd.Series:
     return frame["component"].astype(str) + " " + frame["block"].fillna(-1).astype(int).astype(str)
 
 
-def _movement(sign: Sign, group: pd.DataFrame) -> Movement | None:
+def _movement(sign: Sign, group: pd.DataFrame, end: int) -> Movement | None:
+    """A series' movement; None when it has no value at the run's last step."""
     known = group[group["value"].notna() & (group["segment"] == group["segment"].iloc[-1])]
-    if len(known) < 2:
+    if len(known) < 2 or known["step"].iloc[-1] != end:
         return None
     first, last = known.iloc[0], known.iloc[-1]
     return Movement(

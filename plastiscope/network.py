@@ -129,11 +129,14 @@ class Network:
         models.load(self.live, state, allow_partial=self.allow_partial)
 
 
-def open_network(state: State, run_path: str | Path, settings: Settings) -> Network:
+def open_network(
+    state: State, run_path: str | Path, settings: Settings, required: bool = True
+) -> Network:
     """Rebuild, fill and trace the network of a state, and find its probe.
 
     When no model can be rebuilt, the weights alone are mapped by name and `missing` says what
-    would help. Raises UsageError for a model or probe that was asked for and doesn't fit.
+    would help. Raises UsageError for a probe that doesn't fit and, where it is `required`, for a
+    model that was asked for and doesn't.
     """
     device = _device(settings.device)
     try:
@@ -141,12 +144,14 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
         live = models.build(state, settings.model, {**hint, **settings.assume})
         models.load(live, state, allow_partial=settings.allow_partial)
     except models.ModelError as error:
-        if settings.model is not None:
+        if settings.model is not None and required:
             raise
         return _weights_only(state, settings, device, str(error))
     live.module.to(device)
     probes = probe.find(run_path, live.inputs, settings.probe, settings.probe_inputs, settings.seed)
     tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
+    for each in probes:
+        _try(live, each, device)
     anatomy = trace(live.module, live.forward, tiny)
     weights = [n for n, _ in live.module.named_parameters()]
     lines = [f"model: {live.source}", *live.assumptions]
@@ -155,6 +160,28 @@ def open_network(state: State, run_path: str | Path, settings: Settings) -> Netw
         cover(anatomy, weights), live, probes, None, tuple(lines), device, settings.allow_partial
     )
     return _proved(network, state, tiny)
+
+
+def _try(live: Live, each: probe.Probe, device: torch.device) -> None:
+    """Run the first inputs of a probe plainly: what the model says of them is for the user."""
+    batch = {name: tensor[:2].to(device) for name, tensor in each.batch.items()}
+    live.module.eval()
+    try:
+        with torch.no_grad():
+            outputs = live.forward(batch)
+    except (RuntimeError, IndexError, ValueError, TypeError, AssertionError) as error:
+        shape = "x".join(map(str, batch["inputs"].shape[1:]))
+        said = str(error).strip().splitlines() or [type(error).__name__]
+        raise UsageError(
+            f"the model can't run on {each.source} (inputs of {shape}): {said[0]}: give inputs of "
+            "its own shape with --probe"
+        ) from error
+    labels = each.batch.get("labels")
+    if labels is not None and int(labels.max()) >= outputs.shape[-1]:
+        raise UsageError(
+            f"{each.source}: the label {int(labels.max())} is beyond the model's "
+            f"{outputs.shape[-1]} outputs"
+        )
 
 
 def _proved(network: Network, state: State, batch: Batch) -> Network:

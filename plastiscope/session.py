@@ -178,7 +178,8 @@ class Session:
         """The network for a state, opened once for each architecture in the run."""
         name = signature(state)
         if name not in self.networks:
-            network = open_network(state, self.run.path, self.settings)
+            first = not self.networks
+            network = open_network(state, self.run.path, self.settings, required=first)
             self.networks[name] = network
             for line in network.announcements:
                 self.reporter.say(f"{self.run.name}: {line}")

@@ -158,8 +158,14 @@ class replacing:  # noqa: N801
         self.file = file
 
     def __enter__(self) -> Path:
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".", suffix=self.file.suffix, dir=self.file.parent)
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(
+                prefix=".", suffix=self.file.suffix, dir=self.file.parent
+            )
+        except OSError as error:
+            where = self.file.parent
+            raise UsageError(f"can't write in {where}: {error.strerror}: choose another") from error
         os.close(handle)
         self.partial = Path(name)
         return self.partial

@@ -14,6 +14,23 @@ import pytest
 import torch
 from torch import nn
 
+MODEL = """
+from torch import nn
+
+class Turned(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x[:, :5])
+
+def build():
+    return Turned(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+
+class Short(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x)[:, :2]
+
+def small():
+    return Short(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+"""
 COMMAND = [sys.executable, "-m", "plastiscope"]
 
 
@@ -105,6 +122,10 @@ def test_show_report_and_explain(out: Path) -> None:
         (["analyze", "RUN", "--probe", "nothing.npz"], 2, "nothing.npz"),
         (["analyze", "RUN", "--model", "nothing.py:build"], 2, "nothing.py"),
         (["analyze", "RUN", "--assume", "stride"], 2, "KEY=VALUE"),
+        (["analyze", "RUN", "--only", ","], 2, "empty"),
+        (["analyze", "RUN", "--model", "MODEL:build"], 2, "can't run on probe.npz"),
+        (["analyze", "RUN", "--model", "MODEL:small"], 2, "label 2 is beyond"),
+        (["report", "OUT", "--to", "FILE/x.html"], 2, "can't write"),
         (["analyze", "RUN", "--steps", "a"], 2, "--steps"),
         (["analyze", "RUN", "--steps", "7"], 2, "the steps are 0, 10"),
         (["figures", "EMPTY"], 2, "no tables"),
@@ -121,6 +142,10 @@ def test_bad_input_is_one_line_and_a_status(
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "a.pt").write_bytes(b"\x80\x02broken")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "model.py").write_text(MODEL)
+    words = [w.replace("MODEL", str(tmp_path / "model.py")) for w in words]
+    words = [w.replace("FILE", str(tmp_path / "file")) for w in words]
     places = {"RUN": run, "OUT": out, "EMPTY": tmp_path / "empty", "BROKEN": tmp_path / "broken"}
     extra = ["--out", str(tmp_path / "out")] if words[0] == "analyze" else []
     done = plastiscope(*(places.get(w, w) for w in words), *extra)

@@ -128,6 +128,15 @@ def test_nothing_is_compared_across_a_break(tmp_path: Path) -> None:
     assert found.findings[0].movements[0].first == 10.0
 
 
+def test_a_run_that_goes_nan_is_never_cleared(tmp_path: Path) -> None:
+    bad = [Row("weight_magnitude", "weight", None, "fc2", 1, status="non_finite")]
+    good = [Row("weight_magnitude", "weight", 1.0, "fc2", 1)]
+    nan = [Row("effective_rank", "feature", None, "fc1", 0, tokens="all", status="non_finite")]
+    found = only(table(tmp_path, rank(STEADY)[:4] + nan * 2, good * 3 + bad * 3))
+    assert found.verdict == "Broken: NaN or infinity since step 3, first in block 1 fc2."
+    assert found.findings == ()
+
+
 def test_the_least_coverage_is_told(tmp_path: Path) -> None:
     shares = [Row("coverage", "network", v, "network", parameters="of=components")
               for v in (1.0, 1.0, 0.75, 1.0, 1.0, 1.0)]  # fmt: skip

@@ -60,8 +60,6 @@ class Between:
 def build(state: State, assume: Mapping[str, str]) -> Live:
     """A chain of linear, convolution and norm layers; ModelError when it isn't one."""
     layers = read_layers(weights_of(state))
-    if not all(layer.path for layer in layers):
-        raise not_a_chain("its root is itself one layer, without a name")
     skip = hints.says_skip(state.extras)
     if skip:
         raise not_a_chain(f"its settings say {skip}, and tensors don't show where it skips")
@@ -69,6 +67,8 @@ def build(state: State, assume: Mapping[str, str]) -> Live:
     known, _ = hints.activation(state.extras, assume)
     name = known or "relu"
     plan, alternatives = read_geometry(layers, between, state.extras, assume)
+    if not all(layer.path for layer in layers):
+        raise not_a_chain("its root is itself one layer, without a name")
     module = Chain(assemble(layers, between, name, plan)).eval()
     inputs = inputs_of(layers, plan)
     said = describe(layers, between, name, plan, alternatives) + _difference(layers, state.extras)
