@@ -15,11 +15,14 @@ from .anatomy import Proof, effective_tensors, from_names, trace, verify
 from .anatomy.parts import Anatomy, Component
 from .checkpoints import State
 from .config import Settings
-from .errors import UsageError
+from .errors import UsageError, unknown
 from .models.live import Batch, Live
+from .models.zoo import OWN
 from .replay import PROJECTIONS
 from .weigh import Read, cover
 
+ASSUMPTIONS = tuple(key for key in OWN if key != "probe")
+"""What `--assume` may correct in a network that is rebuilt from its checkpoint alone."""
 CANONICAL = frozenset(
     {
         "embedding", "norm1", "q", "k", "v", "attention_output", "residual1", "norm2", "gate",
@@ -139,12 +142,15 @@ def open_network(
     model that was asked for and doesn't.
     """
     device = _device(settings.device)
+    for key in settings.assume if settings.model is None else ():
+        if key not in ASSUMPTIONS:
+            raise unknown("assumption", key, ASSUMPTIONS)
     try:
         hint = probe.hint(run_path, settings.probe)
         live = models.build(state, settings.model, {**hint, **settings.assume})
         models.load(live, state, allow_partial=settings.allow_partial)
     except models.ModelError as error:
-        if settings.model is not None and required:
+        if (settings.model is not None or settings.assume) and required:
             raise
         return _weights_only(state, settings, device, str(error))
     live.module.to(device)

@@ -123,6 +123,8 @@ def test_show_report_and_explain(out: Path) -> None:
         (["analyze", "RUN", "--model", "nothing.py:build"], 2, "nothing.py"),
         (["analyze", "RUN", "--assume", "stride"], 2, "KEY=VALUE"),
         (["analyze", "RUN", "--only", ","], 2, "empty"),
+        (["analyze", "RUN", "--assume", "activatoin=tanh"], 2, "did you mean 'activation'"),
+        (["analyze", "RUN", "--assume", "activation=blah"], 2, "blah"),
         (["analyze", "RUN", "--model", "MODEL:build"], 2, "can't run on probe.npz"),
         (["analyze", "RUN", "--model", "MODEL:small"], 2, "label 2 is beyond"),
         (["report", "OUT", "--to", "FILE/x.html"], 2, "can't write"),
