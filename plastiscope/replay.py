@@ -253,8 +253,8 @@ class Replay:
 
 
 def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
-    """The reduction itself, with its own tensor functions hidden from the watch: it calls
-    thousands, and being asked about each doubled the time of a replay."""
+    """The reduction itself, with its own tensor functions hidden from the watch, which would
+    otherwise look at each of the thousands that it calls."""
 
     def call(*args: Any) -> None:
         with torch._C.DisableTorchFunction():
