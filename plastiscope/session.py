@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -90,6 +90,11 @@ class Session:
         return store.content_key(
             schema=store.SCHEMA_VERSION,
             checkpoint=[checkpoint.name, checkpoint.fingerprint, checkpoint.step, checkpoint.task],
+            breaks=[
+                [c.name, *self.broken[c.name].tensors]
+                for c in self.run.checkpoints[: position + 1]
+                if c.name in self.broken
+            ],
             earlier=earlier if self.chosen & DIFFERENCES else [],
             sources=self.sources,
             metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
@@ -214,7 +219,19 @@ class Session:
             None if checkpoint is None else network.reader(checkpoint.open())
             for checkpoint in self._earlier(position)
         ]
-        return Earlier(*readers)
+        breaks = [self.broken.get(c.name) for c in self.run.checkpoints[: position + 1]]
+
+        def since(at: int) -> Callable[[str], bool]:
+            between = [b for b in breaks[at + 1 :] if b is not None]
+            return lambda name: any(not b.tensors or name in b.tensors for b in between)
+
+        previous, first = self._earlier_positions(position)
+        return Earlier(
+            readers[0],
+            readers[1],
+            since(position - 1 if previous is None else previous),
+            since(position - 1 if first is None else first),
+        )
 
     def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:
         assert network.live is not None

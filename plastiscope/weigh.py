@@ -16,15 +16,22 @@ from .observations import Magnitude, Weight, in_threads
 from .store import Row
 
 Read = Callable[[str], torch.Tensor]
+Broken = Callable[[str], bool]
+ACROSS = "across_break"
 EMBEDDING = "embedding"
 
 
 @dataclass(frozen=True)
 class Earlier:
-    """The same tensors in the previous and the first checkpoint, where the sequence joins."""
+    """The same tensors in the previous and the first checkpoint, where the sequence joins.
+
+    `since_previous` and `since_first` say whether a break lies between, for a stored name.
+    """
 
     previous: Read | None = None
     first: Read | None = None
+    since_previous: Broken = lambda _: False
+    since_first: Broken = lambda _: False
 
 
 @dataclass
@@ -79,8 +86,17 @@ class Scales:
         first = self._cut_earlier(component, matrices, stacked, self.earlier.first)
         # A spectrum is meant for a matrix, not for a gain, a bias or a CLS token.
         vector = whole.ndim < 2 or (not stacked and 1 in cut.shape)
-        kind = Magnitude if vector else Weight
-        return kind.of(cut, previous=previous, first=first)
+        if vector:
+            return self._unjoined(Magnitude.of(cut, previous=previous, first=first), matrices)
+        weight = Weight.of(cut, previous=previous, first=first)
+        return replace(weight, magnitude=self._unjoined(weight.magnitude, matrices))
+
+    def _unjoined(self, found: Magnitude, matrices: tuple[Matrix, ...]) -> Magnitude:
+        """With no difference, and the reason, where a break lies between."""
+        name = self.stored(matrices[0].tensor)
+        if self.earlier.since_previous(name):
+            found = replace(found, change=ACROSS)
+        return replace(found, drift=ACROSS) if self.earlier.since_first(name) else found
 
     def _cut(
         self, component: Component, matrices: tuple[Matrix, ...], stacked: bool, read: Read

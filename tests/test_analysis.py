@@ -266,3 +266,23 @@ def test_odd_files_beside_each_other_cost_only_themselves(
     assert rank["value"].tolist() == [pytest.approx(3.0)]
     magnitude = table[(table["metric"] == "weight_magnitude") & (table["tensor"] == "scale")]
     assert magnitude["value"].tolist() == [2.0]
+
+
+def test_differences_across_a_break_are_null_with_the_reason(
+    tmp_path: Path, settings: Settings
+) -> None:
+    run = save(tmp_path / "run", range(0, 200, 100))
+    for step in (200, 300):
+        torch.manual_seed(step)
+        other = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
+        torch.save({"model_state_dict": other.state_dict(), "step": step}, run / f"step_{step}.pt")
+    only = ("weight_change", "weight_drift")
+    table = plastiscope.analyze(run, replace(settings, only=only)).table()
+    table = table[table["component"] == "head"]
+    for metric in only:
+        rows = table[table["metric"] == metric].set_index("step")
+        assert 0 not in rows.index
+        assert rows.loc[100, "value"] > 0 and rows.loc[100, "status"] == "ok"
+        assert pd.isna(rows.loc[200, "value"]) and rows.loc[200, "status"] == "across_break"
+        assert rows.loc[300, "value"] > 0 and rows.loc[300, "status"] == "ok"
+        assert rows.loc[300, "segment"] == rows.loc[200, "segment"] != rows.loc[100, "segment"]
