@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 PASSED, FAILED, USAGE, UNREADABLE, NOT_ENOUGH_EVIDENCE = range(5)
+LISTED = 100
 
 
 class PlastiscopeError(Exception):
@@ -30,9 +32,10 @@ class NotEnoughEvidenceError(PlastiscopeError):
     status = NOT_ENOUGH_EVIDENCE
 
 
-def unknown(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a name that isn't known: says the nearest one, then all of them."""
-    names = sorted(known)
+def unknown(kind: str, name: str, known: Iterable[Any]) -> UsageError:
+    """The error for a name or number that isn't known: says the nearest one, then the others."""
+    names = [str(each) for each in sorted(known)]
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names)}")
+    more = f", ... ({len(names)} in all)" if len(names) > LISTED else ""
+    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names[:LISTED])}{more}")

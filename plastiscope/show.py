@@ -8,7 +8,7 @@ from typing import cast
 
 import pandas as pd
 
-from .errors import NotEnoughEvidenceError, unknown
+from .errors import NotEnoughEvidenceError, UsageError, unknown
 
 FORMATS = ("text", "csv", "markdown", "latex")
 PIVOTS = ("step", "block", "head", "component", "metric", "run", "task")
@@ -45,6 +45,8 @@ def view(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
     values stand side by side, a column for each of that column's entries. Raises UsageError for a
     name that the table doesn't have, NotEnoughEvidenceError when no row is left.
     """
+    if chosen.limit is not None and chosen.limit < 1:
+        raise UsageError(f"--limit takes a number of rows, at least 1, not {chosen.limit}")
     rows = _filtered(table, chosen)
     if rows.empty:
         raise NotEnoughEvidenceError("no row of the tables is what was asked for")
@@ -73,9 +75,9 @@ def _filtered(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
     ):
         if not wanted:
             continue
-        known = {str(v) for v in whole[column].dropna().unique()}
+        known = set(whole[column].dropna().unique())
         for name in wanted:
-            if str(name) not in known:
+            if name not in known:
                 raise unknown(column, str(name), known)
         table = table[table[column].isin(list(wanted))]
     return table

@@ -71,3 +71,14 @@ def test_what_is_always_the_same_is_said_once(table: pd.DataFrame) -> None:
     kept, same = compact(view(table, View(metrics=["srank"], steps=[50])))
     assert same["run"] == "r_1" and same["step"] == "50" and "block" not in same
     assert list(kept.columns) == ["block", "head", "value"]
+
+
+def test_known_steps_are_listed_as_numbers(table: pd.DataFrame) -> None:
+    with pytest.raises(UsageError, match=r"unknown step '999'.*known: 50, 1000$"):
+        view(table, View(steps=[999]))
+
+
+@pytest.mark.parametrize("limit", [0, -1])
+def test_a_limit_that_shows_nothing_is_a_mistake(table: pd.DataFrame, limit: int) -> None:
+    with pytest.raises(UsageError, match="at least 1"):
+        view(table, View(limit=limit))

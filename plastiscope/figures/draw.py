@@ -133,15 +133,19 @@ def _named(names: Sequence[str] | None, metric: str | None) -> list[Kind]:
 
 
 def _check(table: pd.DataFrame, choice: Choice) -> None:
-    """Names that the table doesn't have are mistakes, not missing data."""
-    for kind, column, asked in (
-        ("metric", "metric", [choice.metric] if choice.metric else []),
-        ("component", "component", list(choice.components)),
-    ):
-        present = {str(name) for name in table[column].dropna().unique()}
-        for name in asked:
+    """Names and numbers that the table doesn't have are mistakes, not missing data."""
+    asked: tuple[tuple[str, Sequence[object]], ...] = (
+        ("metric", [choice.metric] if choice.metric else []),
+        ("subject", [choice.subject] if choice.subject else []),
+        ("component", choice.components),
+        ("block", choice.blocks),
+        ("head", choice.heads),
+    )
+    for column, names in asked:
+        present = sorted(table[column].dropna().unique())
+        for name in names:
             if name not in present:
-                raise unknown(kind, name, present)
+                raise unknown(column, str(name), present)
 
 
 def _draw(

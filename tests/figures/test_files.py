@@ -281,6 +281,12 @@ def test_mistakes_name_what_is_there(table, tmp_path):
         figures.draw(table, tmp_path, formats=["gif"])
     with pytest.raises(UsageError, match="did you mean 'stable_rank'"):
         figures.draw(table, tmp_path, metric="stable_ranks")
+    with pytest.raises(UsageError, match=r"unknown block '99': known: 0, 1$"):
+        figures.draw(table, tmp_path, block=99)
+    with pytest.raises(UsageError, match=r"unknown head '7': known: 0, 1, 2, 3$"):
+        figures.draw(table, tmp_path, head=7)
+    with pytest.raises(UsageError, match="unknown subject 'weights': did you mean 'weight'"):
+        figures.draw(table, tmp_path, subject="weights")
     with pytest.raises(UsageError, match="leave out the metric"):
         figures.draw(table, tmp_path, ["units"], metric="stable_rank")
     (drawn,) = figures.draw(table, tmp_path, ["delta-heatmap"], ["png"], metric="stable_rank")
