@@ -155,6 +155,14 @@ def test_text_lists_all_failures_worst_first(results: dict[str, Result]) -> None
     )
 
 
+def test_many_regressions_are_counted_by_rule_before_they_are_listed(make: Maker) -> None:
+    old = make("old", {1: [row(10.0, f"part{i}") for i in range(13)]})
+    new = make("new", {1: [row(1.0 if i < 11 else 10.0, f"part{i}") for i in range(13)]})
+    lines = FORMATS["text"](check(new, old, RULES[:1])).splitlines()
+    assert lines[2] == f"  {RULES[0].name}  11 of 13"
+    assert sum(line.startswith("  block 0 part") for line in lines) == 11
+
+
 def test_a_drawn_figure_is_pointed_to(results: dict[str, Result]) -> None:
     result = results["failing"]
     figure = Path(str(result.out), "figures", "r", "head-rank.png")

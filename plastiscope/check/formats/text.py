@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..findings import Finding, Result
@@ -10,7 +11,8 @@ FEW = 10
 
 
 def render(result: Result) -> str:
-    """The verdict, every regression, gap and warning, and the first notes of each kind."""
+    """The verdict, how many regressions each rule found, then every regression, gap and warning,
+    and the first notes of each kind."""
     return "\n".join(_lines(result)) + "\n"
 
 
@@ -18,6 +20,7 @@ def _lines(result: Result) -> Iterator[str]:
     yield result.verdict
     if result.baseline:
         yield f"baseline {result.baseline}"
+    yield from _by_rule(result)
     for heading, findings in (
         ("Regressions", result.regressions),
         ("Not enough evidence", result.gaps),
@@ -30,6 +33,16 @@ def _lines(result: Result) -> Iterator[str]:
     if result.notes:
         yield "\nNotes"
         yield from _shortened(result.notes)
+
+
+def _by_rule(result: Result) -> Iterator[str]:
+    """One line a rule that found regressions, when there are more than fit one look."""
+    if len(result.regressions) <= FEW:
+        return
+    counts = Counter(finding.rule for finding in result.regressions)
+    name_width, width = max(map(len, counts)), len(str(max(counts.values())))
+    for rule, count in counts.most_common():
+        yield f"  {rule:<{name_width}}  {count:>{width}} of {result.matched[rule]}"
 
 
 def _told(result: Result, finding: Finding) -> Iterator[str]:
