@@ -12,7 +12,7 @@ import torch
 
 from . import models, probe
 from .anatomy import Proof, effective_tensors, from_names, trace, verify
-from .anatomy.parts import Anatomy, Component
+from .anatomy.parts import Anatomy, Component, plain_name
 from .checkpoints import State
 from .config import Settings
 from .errors import UsageError, unknown
@@ -45,7 +45,7 @@ def signature(state: State) -> str:
 
 def is_part(component: Component) -> bool:
     """Whether a component has an output of its own: a bias or a table of positions has none."""
-    return component.features is not None or component.name in CANONICAL
+    return component.features is not None or plain_name(component.name) in CANONICAL
 
 
 def counted_entries(state: State) -> int:

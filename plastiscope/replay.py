@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .anatomy import AttentionCall, watch
-from .anatomy.parts import Anatomy, AttentionSite, Component, Site
+from .anatomy import AttentionCall, Routed, watch
+from .anatomy.parts import Anatomy, AttentionSite, Component, ExpertSite, Site, expert_part
 from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
 from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
@@ -76,12 +76,19 @@ class Replay:
     def _watch(self, live: Live) -> Any:
         attention: dict[Hashable, AttentionSite] = {}
         attention.update(self.anatomy.attention.items())
+        experts: dict[Hashable, ExpertSite] = {}
+        experts.update(self.anatomy.experts.items())
+        for block, site in self.anatomy.experts.items():
+            for number in range(len(site.down)):
+                self._add_expert(block, number)
         return watch(
             live.module,
             sites_of(self.anatomy),
             attention,
             _unwatched(self._on_tensor),
             _unwatched(self._on_attention),
+            experts=experts,
+            on_expert=_unwatched(self._on_expert),
         )
 
     def _chunks(self, batch: Batch, device: torch.device) -> Iterator[tuple[_Chunk, Batch]]:
@@ -95,7 +102,8 @@ class Replay:
     def _on_tensor(self, key: Any, x: torch.Tensor) -> None:
         index, port = key
         component = self.anatomy.components[index]
-        placed = self._by_input(_positions_first(x, component))
+        own = component.before_channels if port == "before" else component.channels
+        placed = self._by_input(_positions_first(x, component, own))
         if placed is None:
             self.unplaced.add(index)
             return
@@ -133,6 +141,32 @@ class Replay:
         if queries is not None and queries.shape[1] != call.q.shape[2]:
             queries = None
         sums.add(call.probabilities, call.visible, fold, queries)
+
+    def _add_expert(self, block: int, number: int) -> UnitSums | None:
+        """The sums of an expert's units, which are there before any token goes to it."""
+        index = self._index(block, expert_part(number, "activation"))
+        if index is None:
+            return None
+        function = self.anatomy.components[index].function
+        return self.units.setdefault(index, UnitSums(self.sampling.folds, function))
+
+    def _on_expert(self, block: Any, number: int, routed: Routed | None) -> None:
+        assert self._chunk is not None
+        sums, mask = self._add_expert(block, number), self._chunk.mask
+        if sums is None:
+            return
+        inputs = len(self._chunk.fold)
+        if routed is None or routed.tokens % inputs:
+            index = self._index(block, expert_part(number, "activation"))
+            self.unplaced.update([] if index is None else [index])
+            return
+        numbers = routed.numbers.cpu()
+        keep = torch.ones(len(numbers), dtype=torch.bool)
+        if mask is not None and mask.numel() == routed.tokens:
+            keep = mask.flatten().cpu()[numbers]
+        fold = self._chunk.fold[numbers // (routed.tokens // inputs)]
+        before = None if routed.before is None else routed.before[keep]
+        sums.add(routed.units[keep], before, fold[keep])
 
     def _maps(self, block: int) -> AttentionSums:
         if block not in self.attention:
@@ -219,7 +253,8 @@ class Replay:
         rows = [row for part in parts for row in part]
         if self.outputs is not None:
             rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
-        return rows + unit_totals([sums.finish() for sums in self.units.values()], chosen)
+        known = [sums.finish() for k, sums in self.units.items() if k not in self.unplaced]
+        return rows + unit_totals(known, chosen)
 
     def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
         rows: list[Row] = []
@@ -236,8 +271,10 @@ class Replay:
             heads = site.heads if component.name == "q" else site.kv_heads
             place = Place(component.name, component.block, "feature", "all", heads=heads)
             rows += measure(self.per_head[index].finish(), place, only)
-        if index in self.units:
-            place = Place(component.name, component.block, "unit", "all")
+        place = Place(component.name, component.block, "unit", "all")
+        if index in self.units and index in self.unplaced:
+            rows += absent("Units", place, "inputs_not_told_apart", only)
+        elif index in self.units:
             rows += measure(self.units[index].finish(), place, only)
         if component.name == "q" and component.block in self.attention:
             heads = self.anatomy.attention[component.block].heads
@@ -274,8 +311,11 @@ def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:
     return sites
 
 
-def _positions_first(x: torch.Tensor, component: Component) -> torch.Tensor:
-    """Maps [B, C, h, w] (channels at `channel_axis`) as [B, h*w, C]; vectors as they are."""
-    if x.ndim == 2:
-        return x
-    return x.movedim(component.channel_axis, -1).flatten(1, -2)
+def _positions_first(
+    x: torch.Tensor, component: Component, channels: tuple[int, ...] | None
+) -> torch.Tensor:
+    """Maps [B, C, h, w] (channels at `channel_axis`) as [B, h*w, C]; vectors as they are; of all
+    channels or of some."""
+    if x.ndim > 2:
+        x = x.movedim(component.channel_axis, -1).flatten(1, -2)
+    return x if channels is None else x[..., list(channels)]

@@ -8,10 +8,12 @@ from plastiscope.anatomy.parts import (
     Anatomy,
     AttentionSite,
     Component,
+    ExpertSite,
     Matrix,
     Operand,
     Site,
 )
+from plastiscope.anatomy.routing import Routed
 from plastiscope.anatomy.trace import trace
 from plastiscope.anatomy.verify import Proof, verify
 from plastiscope.anatomy.watch import AttentionCall, Watch, watch
@@ -22,9 +24,11 @@ __all__ = [
     "AttentionSite",
     "Component",
     "Effective",
+    "ExpertSite",
     "Matrix",
     "Operand",
     "Proof",
+    "Routed",
     "Site",
     "Watch",
     "effective_tensors",

@@ -14,7 +14,7 @@ from torch.nn import functional as F  # noqa: N812
 
 from plastiscope.anatomy.flow import CASTS, NORMS, RESHAPES
 from plastiscope.anatomy.products import PRODUCTS
-from plastiscope.anatomy.record import Call, Record
+from plastiscope.anatomy.record import PICKS, Call, Record
 from plastiscope.anatomy.sites import SUMS
 
 FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
@@ -109,8 +109,17 @@ def _entered(record: Record, calls: list[Call], start: int, end: int) -> int:
 def _linear_step(record: Record, call: Call) -> bool:
     if call.op in KEPT | NORMS:
         return True
-    live = [n for n in call.inputs if record.values[n].live]
+    live = [n for n in call.inputs if record.values[n].live and not _is_bias(record, n)]
     return call.op in SUMS | {"sub", "sub_"} and len(live) == 1
+
+
+def _is_bias(record: Record, number: int) -> bool:
+    """Whether a value is picked from a table of weights, as the biases of chosen experts are."""
+    call = record.call_of(number)
+    if call is None or call.op not in PICKS or not call.inputs:
+        return False
+    table = record.values[call.inputs[0]]
+    return table.learned and not table.live
 
 
 def _left(record: Record, calls: list[Call], source: int, end: int) -> int:

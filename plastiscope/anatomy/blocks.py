@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from plastiscope.anatomy.attention import Attention
-from plastiscope.anatomy.experts import Mixture, mixture
+from plastiscope.anatomy.experts import Mixture, expert_site, mixture
 from plastiscope.anatomy.feedforward import FeedForward, feed_forward
+from plastiscope.anatomy.parts import ExpertSite
 from plastiscope.anatomy.products import Product
 from plastiscope.anatomy.record import Record
 from plastiscope.anatomy.sites import Norm, Residual, reaches, within
@@ -27,6 +28,7 @@ class Block:
     linear: tuple[Product, ...] = ()
     feed_forward: FeedForward | None = None
     mixture: Mixture | None = None
+    experts: ExpertSite | None = None
     notes: list[str] = field(default_factory=list)
 
 
@@ -68,7 +70,10 @@ def _block(scene: Scene, index: int) -> Block:
     if block.residual2 is not None:
         block.mixture = mixture(record, block.linear, block.residual2.branch)
     if block.mixture is not None:
-        block.notes.append("tokens go to different experts: their units aren't measured")
+        block.experts = expert_site(record, block.mixture)
+        block.feed_forward = block.mixture.shared
+        if block.experts is None:
+            block.notes.append("what the experts compute can't be told: their units aren't seen")
     elif block.linear:
         block.feed_forward = feed_forward(record, block.linear)
     last = block.residual2 or block.residual1

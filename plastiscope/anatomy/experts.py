@@ -1,41 +1,89 @@
-"""Mixtures of experts: the router, and every expert's matrices, also those no token was sent to."""
+"""Mixtures of experts: the router, and every expert's matrices, also those no token was sent to.
+
+Axes: E experts.
+"""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-from plastiscope.anatomy.parts import Component, Matrix
+import torch
+
+from plastiscope.anatomy.feedforward import FeedForward, feed_forward
+from plastiscope.anatomy.parts import Component, ExpertSite, Matrix, Site, expert_part
 from plastiscope.anatomy.products import Product
-from plastiscope.anatomy.record import Record
-from plastiscope.anatomy.sites import reaches, site_of
+from plastiscope.anatomy.record import Call, Record
+from plastiscope.anatomy.sites import input_site, reaches, same_values, site_of
 
-CHOICES = {"topk", "argmax"}
-EXPERT_NUMBER = re.compile(r"expert\w*\.(?P<number>\d+)\.")
+CHOICES = {"topk", "argmax", "max"}
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """The router's linear map and the linear maps of the experts that ran."""
+    """A router, the call that chooses from its output, and what one expert computes.
+
+    `expert` has the products of one expert that ran, as if it were alone: of a tensor that holds
+    all experts, the axes and rows of one. `shared` is what every token passes through besides.
+    """
 
     router: Product
-    experts: tuple[Product, ...]
+    choice: Call
     output: int
+    experts: int
+    expert: FeedForward | None
+    products: tuple[Product, ...]
+    shared: FeedForward | None
 
 
 def mixture(record: Record, linear: tuple[Product, ...], output: int) -> Mixture | None:
     """The mixture among the linear maps of a branch, or None when nothing is chosen there."""
-    choices = [
-        call.inputs[0]
-        for call in record.calls
-        if call.op in CHOICES and call.inputs and reaches(record, call.inputs[0], output)
-    ]
-    routers = [p for p in linear if any(_only_way(record, p, n, linear) for n in choices)]
-    if not routers:
+    found = _router(record, linear, output)
+    if found is None:
         return None
-    first = {p.tensor: p for p in reversed(linear) if p is not routers[0]}
-    chosen = [p for p in linear if first.get(p.tensor) is p and _is_expert(p)]
-    return Mixture(routers[0], tuple(chosen), output) if chosen else None
+    router, choice = found
+    groups: dict[int, list[Product]] = {}
+    for product in linear:
+        number = _expert_of(record, product, router)
+        if number is not None:
+            groups.setdefault(number, []).append(product)
+    if not groups:
+        return None
+    own = {p.call.index for group in groups.values() for p in group}
+    rest = tuple(p for p in linear if p is not router and p.call.index not in own and p.height > 1)
+    first = max(groups, key=lambda number: (len(groups[number]), -number))
+    products = tuple(_single(p, router.height) for p in groups[first])
+    expert = feed_forward(record, products)
+    return Mixture(
+        router, choice, output, router.height, expert, products, feed_forward(record, rest)
+    )
+
+
+def _router(
+    record: Record, linear: tuple[Product, ...], output: int
+) -> tuple[Product, Call] | None:
+    """The linear map from which experts are chosen, one output each, and the last such choice."""
+    found = None
+    for call in record.calls:
+        if call.op not in CHOICES or not call.inputs or _chosen(record, call) is None:
+            continue
+        scores = call.inputs[0]
+        if not reaches(record, scores, output):
+            continue
+        for product in linear:
+            last = record.values[scores].tensor.shape[-1:]
+            if last == (product.height,) and _only_way(record, product, scores, linear):
+                found = product, call
+    return found
+
+
+def _chosen(record: Record, call: Call) -> int | None:
+    """Which of a call's outputs holds numbers, or None."""
+    for position, number in enumerate(call.outputs):
+        if record.values[number].tensor.dtype in (torch.int64, torch.int32):
+            return position
+    return None
 
 
 def _only_way(record: Record, product: Product, choice: int, linear: tuple[Product, ...]) -> bool:
@@ -46,57 +94,128 @@ def _only_way(record: Record, product: Product, choice: int, linear: tuple[Produ
     )
 
 
-def _is_expert(product: Product) -> bool:
-    stacked = len(product.shape) > 2 and product.matrix.out_axes[0] == 0
-    return stacked or EXPERT_NUMBER.search(product.tensor) is not None
+def _expert_of(record: Record, product: Product, router: Product) -> int | None:
+    """The number of the expert a linear map belongs to; None when it is no expert's."""
+    if product is router:
+        return None
+    count = router.height
+    if len(product.shape) > 2 and product.shape[0] == count and product.matrix.out_axes[0] == 0:
+        numbers = torch.unique(product.rows // (product.height // count)).tolist()
+        return numbers[0] if len(numbers) == 1 else -1
+    place = _number(record, product.tensor, count)
+    return None if place is None else int(product.tensor[place[0] : place[1]])
+
+
+def _number(record: Record, tensor: str, count: int) -> tuple[int, int] | None:
+    """Where in a name the expert's number is: that which goes from 0 to E - 1."""
+    known = {name for name, _ in record.module.named_parameters()}
+    for match in re.finditer(r"(?<![^.])\d+(?=\.)", tensor):
+        start, end = match.span()
+        alike = [f"{tensor[:start]}{k}{tensor[end:]}" in known for k in range(count + 1)]
+        if all(alike[:count]) and not alike[count]:
+            return start, end
+    return None
+
+
+def _single(product: Product, count: int) -> Product:
+    """The product of one expert alone, where one tensor holds them all."""
+    if len(product.shape) <= 2 or product.shape[0] != count:
+        return product
+    axes = tuple(a - 1 for a in product.matrix.out_axes[1:])
+    rows = product.rows % (product.height // count)
+    together = len(product.channels) > len(axes)  # one call for all experts
+    return replace(
+        product,
+        matrix=Matrix(product.tensor, axes),
+        channels=product.channels[1:] if together else product.channels,
+        rows=rows[0] if together else rows,
+        shape=product.shape[1:],
+    )
 
 
 def mixture_components(
     record: Record, found: Mixture, block: int | None
 ) -> list[tuple[int, Component]]:
-    """router and experts; an expert's matrices stand next to each other, experts in order."""
+    """The router, every expert's parts in order, and the sum of what the experts made."""
     router = found.router
-    site = site_of(record, router.output)
-    first = Component("router", block, router.path, (router.matrix,), (), site)
-    stored = [p for p in found.experts if len(p.shape) > 2]
-    weights = _stacked(stored) if stored else _listed(record, found.experts)
-    path = _common([w.tensor for w in weights])
-    last = Component("experts", block, path, weights, (), site_of(record, found.output))
-    return [(router.output, first), (found.output, last)]
+    first = Component("router", block, router.path, (router.matrix,), (), _site(record, router))
+    parts = [(router.output, first)]
+    for number in range(found.experts):
+        parts += [(found.output, c) for c in _expert_components(record, found, number, block)]
+    seen = site_of(record, found.output)
+    last = Component("experts", block, seen.module if seen else "", features=seen)
+    return [*parts, (found.output, last)]
 
 
-def _stacked(products: list[Product]) -> tuple[Matrix, ...]:
-    """One tensor for all experts, its first axis the expert."""
-    weights = []
-    for expert in range(products[0].shape[0]):
-        for product in products:
-            height = product.height // product.shape[0]
-            rows = tuple(range(expert * height, (expert + 1) * height))
-            weights.append(Matrix(product.tensor, product.matrix.out_axes, rows))
-    return tuple(weights)
+def _site(record: Record, product: Product) -> Site | None:
+    return site_of(record, product.output)
 
 
-def _listed(record: Record, products: tuple[Product, ...]) -> tuple[Matrix, ...]:
-    """One tensor an expert: all parameters whose names differ in the expert's number alone."""
-    numbers: dict[int, list[Matrix]] = {}
-    seen: set[str] = set()
-    for product in products:
-        start, end = EXPERT_NUMBER.search(product.tensor).span("number")  # type: ignore[union-attr]
-        head, tail = product.tensor[:start], product.tensor[end:]
-        for name, _ in record.module.named_parameters():
-            number = name[len(head) : len(name) - len(tail)]
-            alike = name.startswith(head) and name.endswith(tail) and number.isdecimal()
-            if alike and name not in seen:
-                seen.add(name)
-                matrix = Matrix(name, product.matrix.out_axes)
-                numbers.setdefault(int(number), []).append(matrix)
-    return tuple(m for k in sorted(numbers) for m in numbers[k])
+def _expert_components(
+    record: Record, found: Mixture, number: int, block: int | None
+) -> Iterator[Component]:
+    ff = found.expert
+    if ff is None:
+        weights = tuple(_of(record, p.matrix, number, found) for p in found.products)
+        yield Component(f"expert {number}", block, _owner(weights[0]), weights)
+        return
+    matrices = {"gate": ff.gate_matrix, "fc1": ff.fc1_matrix, "fc2": ff.fc2.matrix}
+    for name, matrix in matrices.items():
+        if name == "fc2" and ff.activation is not None:
+            function = ff.activation.function
+            yield Component(expert_part(number, "activation"), block, "", function=function)
+        if matrix is not None:
+            own = _of(record, matrix, number, found)
+            yield Component(expert_part(number, name), block, _owner(own), (own,))
 
 
-def _common(names: list[str]) -> str:
-    parts = [name.split(".")[:-1] for name in names]
-    common = parts[0] if parts else []
-    for other in parts[1:]:
-        agree = [a == b for a, b in zip(common, other, strict=False)]
-        common = common[: agree.index(False) if False in agree else len(agree)]
-    return ".".join(common)
+def _owner(matrix: Matrix) -> str:
+    return matrix.tensor.rpartition(".")[0]
+
+
+def _of(record: Record, matrix: Matrix, number: int, found: Mixture) -> Matrix:
+    """The matrix of another expert, given one expert's own."""
+    place = _number(record, matrix.tensor, found.experts)
+    shape = record.shape(matrix.tensor)
+    if len(shape) > 2 and shape[0] == found.experts:
+        axes = tuple(a + 1 for a in matrix.out_axes)
+        height = 1
+        for axis in axes:
+            height *= shape[axis]
+        rows = matrix.rows if matrix.rows is not None else range(height)
+        return Matrix(matrix.tensor, (0, *axes), tuple(number * height + r for r in rows))
+    assert place is not None
+    name = f"{matrix.tensor[: place[0]]}{number}{matrix.tensor[place[1] :]}"
+    return replace(matrix, tensor=name)
+
+
+def expert_site(record: Record, found: Mixture) -> ExpertSite | None:
+    """Where the experts' units can be seen; None when they can't."""
+    ff = found.expert
+    if ff is None or ff.activation is None:
+        return None
+    units = ff.joined if ff.joined is not None else ff.activation.output
+    position = _chosen(record, found.choice)
+    if not same_values(record, units, ff.fc2.source) or position is None:
+        return None
+    site = replace(found.choice.site, port=f"output{position or ''}")
+    gated = ff.gate is not None and ff.gate_matrix is not None
+    first, matrix = (ff.gate, ff.gate_matrix) if gated else (ff.fc1, ff.fc1_matrix)
+    assert first is not None and matrix is not None
+    numbers = range(found.experts)
+    return ExpertSite(
+        input_site(record, found.router),
+        site,
+        tuple(_of(record, matrix, k, found) for k in numbers),
+        tuple(_of(record, ff.fc2.matrix, k, found) for k in numbers),
+        _is_before(record, first, matrix, ff.activation.source),
+    )
+
+
+def _is_before(record: Record, product: Product, matrix: Matrix, number: int) -> bool:
+    """Whether the rows of a matrix make the activation's input as it is, nothing added."""
+    made = record.values[product.output].tensor
+    if len(product.channels) != 1 or product.channels[0] != made.ndim - 1:
+        return False
+    rows = list(matrix.rows) if matrix.rows is not None else list(range(product.height))
+    return torch.equal(made[..., rows], record.values[number].tensor)

@@ -10,16 +10,25 @@ layout.py). A family of `kind = "stack"` has lists of key endings for its layers
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from plastiscope.anatomy.effective import Effective, effective_tensors
-from plastiscope.anatomy.layout import Heads, cut, parse
-from plastiscope.anatomy.parts import CANONICAL, Anatomy, Component, Matrix, own_name
+from plastiscope.anatomy.layout import Heads, Layout, cut, parse
+from plastiscope.anatomy.parts import (
+    CANONICAL,
+    Anatomy,
+    Component,
+    Matrix,
+    expert_part,
+    own_name,
+    plain_name,
+)
 from plastiscope.checkpoints.run import State
 from plastiscope.errors import UsageError, unknown
 
@@ -193,20 +202,21 @@ class _Table:
         merged: dict[tuple[int, str], Component] = {}
         numbers = self._blocks()
         for entry in self.family.table["tensor"]:
-            for name, number in self._matches(entry["key"]):
+            for name, number, expert in self._matches(entry["key"]):
                 block = numbers.index(number) if number else None
                 for part in self._parts(entry, name, number):
-                    part = _placed(part, block)
+                    named = part.name if expert is None else expert_part(expert, part.name)
+                    part = replace(part, name=named, block=block)
                     key = (-1 if block is None else block, part.name)
                     merged[key] = _joined(merged[key], part) if key in merged else part
         return sorted(merged.values(), key=_place)
 
     def _blocks(self) -> list[tuple[int, ...]]:
         entries = self.family.table["tensor"]
-        return sorted({n for e in entries for _, n in self._matches(e["key"]) if n})
+        return sorted({n for e in entries for _, n, _ in self._matches(e["key"]) if n})
 
-    def _matches(self, key: str) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """The tensors of a key, with their block's number (its stage's number first)."""
+    def _matches(self, key: str) -> Iterator[tuple[str, tuple[int, ...], int | None]]:
+        """The tensors of a key, with their block's number (its stage's first) and the expert's."""
         pattern = re.escape(key).replace(r"\{expert\}", r"(?P<expert>\d+)")
         for name in ("stage", "block"):
             pattern = pattern.replace(rf"\{{{name}\}}", rf"(?P<{name}>\d+)")
@@ -214,11 +224,10 @@ class _Table:
         outer = [parent[0] + parent[1], ""] if "{" not in key else []
         for prefix in dict.fromkeys([self.prefix, *outer]):
             whole = re.compile(re.escape(prefix) + pattern + "$")
-            found = [(n, m) for n in self.names if (m := whole.match(n))]
-            for name, match in sorted(found, key=lambda pair: _number(pair[1], "expert")):
-                numbers = match.groupdict()
-                kept = ("stage", "block")
-                yield name, tuple(int(numbers[k]) for k in kept if numbers.get(k) is not None)
+            found = [(n, m.groupdict()) for n in self.names if (m := whole.match(n))]
+            for name, numbers in found:
+                block = tuple(int(numbers[k]) for k in ("stage", "block") if numbers.get(k))
+                yield name, block, int(numbers["expert"]) if numbers.get("expert") else None
             if found:
                 return
 
@@ -230,8 +239,8 @@ class _Table:
         heads = self._heads(number)
         owner = name.rpartition(".")[0]
         for part in into:
-            if ("expert",) in layout.axes:
-                yield Component("experts", 0, owner, tuple(_experts(name, shape)))
+            if layout.axes[0] == ("expert",):
+                yield from _experts(name, layout, shape, part, into)
                 continue
             found = cut(name, layout, shape, part, into, heads)
             if found is None:
@@ -267,25 +276,25 @@ class _Table:
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def _from_shape(self, place: Mapping[str, Any], number: tuple[int, ...]) -> int | None:
-        for name, found in self._matches(place["key"]):
+        for name, found, _ in self._matches(place["key"]):
             if found == number:
                 return int(self.tensors.shape(name)[place["axis"]])
         return None
 
 
-def _experts(name: str, shape: Sequence[int]) -> Iterator[Matrix]:
-    for expert in range(shape[0]):
-        yield Matrix(name, (0, 1), tuple(range(expert * shape[1], (expert + 1) * shape[1])))
-
-
-def _number(match: re.Match[str], group: str) -> int:
-    return int(match.groupdict().get(group) or 0)
-
-
-def _placed(part: Component, block: int | None) -> Component:
-    return Component(
-        part.name, block, part.path, part.weights, part.heads, offset_gain=part.offset_gain
-    )
+def _experts(
+    name: str, layout: Layout, shape: Sequence[int], part: str, into: Sequence[str]
+) -> Iterator[Component]:
+    """A part of every expert in a tensor [experts, ...]: each laid out as if it were alone."""
+    found = cut(name, Layout(layout.axes[1:]), shape[1:], part, into, Heads(None, None))
+    assert found is not None
+    alone, axes = found[0], (0, *(a + 1 for a in found[0].out_axes))
+    height = math.prod(shape[a] for a in axes[1:])
+    own = range(height) if alone.rows is None else alone.rows
+    for number in range(shape[0]):
+        rows = tuple(number * height + r for r in own)
+        owner = name.rpartition(".")[0]
+        yield Component(expert_part(number, part), 0, owner, (Matrix(name, axes, rows),))
 
 
 def _joined(first: Component, second: Component) -> Component:
@@ -293,11 +302,12 @@ def _joined(first: Component, second: Component) -> Component:
     return Component(first.name, first.block, first.path, weights, first.heads)
 
 
-def _place(part: Component) -> tuple[float, int]:
-    rank = CANONICAL.index(part.name)
+def _place(part: Component) -> tuple[float, int, int]:
+    rank = CANONICAL.index(plain_name(part.name))
+    expert = int(part.name.split(" ")[1]) if part.name != plain_name(part.name) else -1
     if part.block is not None:
-        return part.block, rank
-    return (-1.0 if part.name == "embedding" else float("inf")), rank
+        return part.block, expert, rank
+    return (-1.0 if part.name == "embedding" else float("inf")), expert, rank
 
 
 def stack(family: Family, prefix: str, names: Sequence[str], tensors: Effective) -> list[Component]:

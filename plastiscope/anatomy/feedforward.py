@@ -17,7 +17,11 @@ MULTIPLICATIONS = {"mul", "mul_", "__mul__", "multiply"}
 
 @dataclass(frozen=True)
 class FeedForward:
-    """fc1 and fc2, the gate where there is one; `joined` is the gate's product with fc1."""
+    """fc1 and fc2, the gate where there is one; `joined` is the gate's product with fc1.
+
+    `half` are the channels of the activation's input that it takes: those of the gate, when one
+    function (F.glu) takes both.
+    """
 
     fc1: Product
     fc1_matrix: Matrix
@@ -26,6 +30,7 @@ class FeedForward:
     gate_matrix: Matrix | None = None
     activation: Activation | None = None
     joined: int | None = None
+    half: tuple[int, ...] | None = None
 
 
 def feed_forward(record: Record, linear: tuple[Product, ...]) -> FeedForward | None:
@@ -48,6 +53,9 @@ def feed_forward(record: Record, linear: tuple[Product, ...]) -> FeedForward | N
     if len(behind) != 1:
         return None
     fc1 = behind[0]
+    for call in record.between(fc1.output, fc2.source):
+        if call.op == "glu" and (halved := _halved(record, call, fc1, fc2)) is not None:
+            return halved
     activation = activation_between(record, fc1.output, fc2.source)
     return FeedForward(fc1, _matrix(record, fc1, None), fc2, activation=activation)
 
@@ -69,6 +77,25 @@ def _gate(
         if sides[0][0] is not sides[1][0] or not _share_rows(record, sides[0][0], live):
             return call
     return None
+
+
+def _halved(record: Record, call: Call, fc1: Product, fc2: Product) -> FeedForward | None:
+    """The parts around F.glu: the first half of its input times the sigmoid of the second."""
+    source, output = call.inputs[0], call.outputs[0]
+    sizes = (record.values[n].tensor.shape for n in (source, output))
+    axes = [a for a, (old, new) in enumerate(zip(*sizes, strict=True)) if old != new]
+    rows = reached(record, fc1, source)
+    if rows is None or len(axes) != 1:
+        return None
+    up, gate = (set(half.flatten().tolist()) for half in rows.chunk(2, axes[0]))
+    if up & gate or -1 in up | gate:
+        return None
+    size = rows.shape[axes[0]]
+    matrices = [Matrix(fc1.tensor, fc1.matrix.out_axes, tuple(sorted(half))) for half in (up, gate)]
+    return FeedForward(
+        fc1, matrices[0], fc2, fc1, matrices[1], Activation(source, output, "sigmoid"), output,
+        tuple(range(size // 2, size)),
+    )  # fmt: skip
 
 
 def _share_rows(record: Record, product: Product, sides: list[int]) -> bool:
@@ -97,7 +124,9 @@ def _gated(
         activation_between(record, p.output, n)
         for p, n in zip(products, (first, second), strict=True)
     ]
-    side = 1 if found[0] is None and found[1] is not None else 0
+    # The gate is the side with a function; of two, the one whose function is known.
+    doubts = [2 if f is None else f.function == "unknown" for f in found]
+    side = 1 if doubts[1] < doubts[0] else 0
     gate, up = products[side], products[1 - side]
     activation, up_value = found[side], (first, second)[1 - side]
     gate_value = activation.source if activation else (first, second)[side]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from plastiscope.anatomy.activations import Activation
 from plastiscope.anatomy.attention import Attention
 from plastiscope.anatomy.blocks import Block, Scene
@@ -79,18 +81,34 @@ def feed_forward_components(
     scene: Scene, ff: FeedForward, block: int | None
 ) -> list[tuple[int, Component]]:
     """gate, fc1, activation and fc2."""
-    fused = ff.gate is ff.fc1
-    fc1 = Component("fc1", block, ff.fc1.path, (ff.fc1_matrix,))
-    parts = [(ff.fc1.output, fc1 if fused else seen(scene, fc1, ff.fc1.output))]
+    parts = [(ff.fc1.output, _rows_seen(scene, "fc1", ff.fc1, ff.fc1_matrix, block))]
     if ff.gate is not None and ff.gate_matrix is not None:
-        gate = Component("gate", block, ff.gate.path, (ff.gate_matrix,))
-        parts.insert(0, (ff.gate.output, gate if fused else seen(scene, gate, ff.gate.output)))
+        gate = _rows_seen(scene, "gate", ff.gate, ff.gate_matrix, block)
+        parts.insert(0, (ff.gate.output, gate))
     if ff.activation is not None:
         output = ff.joined if ff.joined is not None else ff.activation.output
         site = consumed_site(scene.record, output, ff.fc2)
-        parts.append((output, activation_component(scene, ff.activation, site, block)))
+        part = activation_component(scene, ff.activation, site, block)
+        if ff.half is not None:
+            before = site_of(scene.record, ff.activation.source)
+            part = replace(part, pre_activation=before, before_channels=ff.half)
+        parts.append((output, part))
     parts.append((ff.fc2.output, linear_component(scene, "fc2", ff.fc2, block)))
     return parts
+
+
+def _rows_seen(
+    scene: Scene, name: str, product: Product, matrix: Matrix, block: int | None
+) -> Component:
+    """A linear map, or some of its rows, seen at the channels of its output that they make."""
+    part = Component(name, block, product.path, (matrix,))
+    if matrix.rows is None:
+        return seen(scene, part, product.output)
+    if len(product.channels) != 1:
+        return part
+    own = torch.isin(product.rows.flatten(), torch.tensor(matrix.rows))
+    channels = tuple(own.nonzero().flatten().tolist())
+    return replace(seen(scene, part, product.output), channels=channels)
 
 
 def seen(scene: Scene, part: Component, number: int) -> Component:

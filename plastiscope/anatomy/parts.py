@@ -4,7 +4,8 @@ Axes: B inputs, T tokens, d width, H heads, dh head width.
 
 Canonical component names, one spelling everywhere:
   embedding; in a transformer block norm1, q, k, v, attention_output, residual1, norm2, gate, fc1,
-  activation, fc2, residual2 (and router, experts where there are any); final_norm; head.
+  activation, fc2, residual2; final_norm; head. In a mixture of experts router, experts (what they
+  made together) and, of each, "expert 3 gate", "expert 3 fc1", "expert 3 activation" ...
   In an MLP or CNN a block is one parametrised layer: conv or fc, norm, activation; then head.
   Anything else is a component named by its own path.
 """
@@ -70,7 +71,8 @@ class Site:
     `module` is the path of the innermost module running ("" is the root) and `call` which of its
     calls in one forward; `op` is "" for the module itself, else the function's name, and
     `ordinal` counts the calls of that function within that call of the module. `port` is
-    "output", or "input" (first tensor argument), "input1" (second), ...
+    "output", or "output1" (the second tensor of several), or "input" (first tensor argument),
+    "input1" (second), ...
     """
 
     module: str
@@ -120,6 +122,33 @@ class AttentionSite:
 
 
 @dataclass(frozen=True)
+class ExpertSite:
+    """Where the tokens of a block go to different experts; an expert is known by its weights.
+
+    `tokens` is the router's input [B, T, d] or [B*T, d], `choice` the numbers of the experts that
+    it chose for each, [..., k] or [...]. For each expert, `first` is the matrix whose rows make
+    the activation's input (`is_before`: as it is, nothing added) and `down` the one that takes
+    the units.
+    """
+
+    tokens: Site
+    choice: Site
+    first: tuple[Matrix, ...]
+    down: tuple[Matrix, ...]
+    is_before: bool
+
+
+def expert_part(number: int, name: str) -> str:
+    """The name of one expert's part: "expert 3 fc1"."""
+    return f"expert {number} {name}"
+
+
+def plain_name(name: str) -> str:
+    """The canonical name without the expert's number: "fc1" of "expert 3 fc1"."""
+    return name.split(" ", 2)[2] if name.startswith("expert ") and name.count(" ") > 1 else name
+
+
+@dataclass(frozen=True)
 class Component:
     """One part of the network under its canonical name.
 
@@ -130,7 +159,9 @@ class Component:
     For an activation, `features` is what the next layer consumes (after a gate's product),
     `pre_activation` the function's input and `function` its name ("relu", "gelu", "silu",
     "tanh", "sigmoid", ...). `channel_axis` is the axis of `features` that holds channels or width
-    (1 for convolutional maps [B, C, h, w]). `offset_gain`: a norm's gain is 1 + its stored weight.
+    (1 for convolutional maps [B, C, h, w]). `channels` are those that are the component's own
+    where the tensor holds others too (a fused gate and fc1), `before_channels` the same for
+    `pre_activation`; None: all. `offset_gain`: a norm's gain is 1 + its stored weight.
     """
 
     name: str
@@ -143,15 +174,17 @@ class Component:
     function: str | None = None
     offset_gain: bool = False
     channel_axis: int = -1
+    channels: tuple[int, ...] | None = None
+    before_channels: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)
 class Anatomy:
     """Every part of a network.
 
-    `components` in forward order; `attention` by block; `cls` the position of the CLS token in the
-    token axis or None; `prefix_tokens` how many leading tokens aren't patches (CLS, distillation,
-    registers). `source` says how it was found ("trace", "family gpt2", "names"). `unexplained`
+    `components` in forward order; `attention` and `experts` by block; `cls` the position of the
+    CLS token in the token axis or None; `prefix_tokens` how many leading tokens aren't patches
+    (CLS, distillation, registers). `source` says how it was found ("trace", "family gpt2", "names"). `unexplained`
     are tensors that no component claims. `notes` are single lines for the user.
     """
 
@@ -162,3 +195,4 @@ class Anatomy:
     source: str = "names"
     unexplained: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    experts: Mapping[int, ExpertSite] = field(default_factory=dict)

@@ -177,7 +177,9 @@ def weight_base(record: Record, weight: int) -> tuple[str, Tensor | None] | None
         call = record.call_of(number)
         if call is None or call.op not in RESHAPES | CASTS:
             return None
+        # A router's choice of an expert depends on weights too, but is a number.
         learned = [n for n in call.inputs if record.values[n].learned]
+        learned = [n for n in learned if record.values[n].tensor.is_floating_point()]
         if len(learned) != 1:
             return None
         number = learned[0]

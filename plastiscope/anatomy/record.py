@@ -254,12 +254,13 @@ class Record(Follower):
     def at(self, site: Site) -> int:
         """The value seen at a site; LookupError when this pass never reached it."""
         place = (site.module, site.call, site.op, site.ordinal)
-        port = 0 if site.port == "input" else int(site.port[5:] or 0) if "in" in site.port else -1
+        taken = site.port.startswith("input")
+        port = int(site.port[len("input" if taken else "output") :] or 0)
         for each in self.calls if site.op else self.modules:
             s = each.site
             if (s.module, s.call, s.op, s.ordinal) == place:
-                ports = each.ports if isinstance(each, Call) else each.inputs
-                return each.outputs[0] if port < 0 else ports[port]
+                given = each.ports if isinstance(each, Call) else each.inputs
+                return (given if taken else each.outputs)[port]
         raise LookupError(f"this pass never reached {site}")
 
     def value(self, item: Any) -> int | None:

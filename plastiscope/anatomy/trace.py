@@ -70,7 +70,7 @@ def _anatomy(record: Record) -> Anatomy:
         notes += [f"block {block.index}: {note}" for note in every]
     return Anatomy(
         (*parts, *others), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
-        _unused(record), tuple(notes),
+        _unused(record), tuple(notes), {b.index: b.experts for b in found if b.experts},
     )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ Axes: B inputs, H heads, Hkv key/value heads, Tq queries, Tk keys, dh head width
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from plastiscope.anatomy.operands import HIDDEN, SDPA, sdpa_argument
-from plastiscope.anatomy.parts import AttentionSite, Operand, Site
+from plastiscope.anatomy.parts import AttentionSite, ExpertSite, Operand, Site
 from plastiscope.anatomy.passage import Follower, Passage, tensors_in, undisturbed
+from plastiscope.anatomy.products import PRODUCTS
+from plastiscope.anatomy.routing import OnExpert, Routing
 from plastiscope.errors import NotEnoughEvidenceError
 
 
@@ -58,6 +61,7 @@ class Watch(Follower):
     on_attention: Callable[[Hashable, AttentionCall], None]
     clone: bool = True
     detach: bool = True
+    routing: Routing | None = None
     fired: Counter[Hashable] = field(default_factory=Counter)
     passage: Passage | None = None
     _at: dict[Site, list[Hashable]] = field(default_factory=dict)
@@ -65,6 +69,7 @@ class Watch(Follower):
     _held: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
     _ops: set[str] = field(default_factory=set)
     _modules: set[str] = field(default_factory=set)
+    _routes: dict[Site, Hashable] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for key, site in self.sites.items():
@@ -77,18 +82,22 @@ class Watch(Follower):
                 operand: Operand | None = getattr(found, name)
                 if operand is not None:
                     self._parts.setdefault(operand.site, []).append((key, name))
-        wanted = [*self._at, *self._parts]
+        routes = self.routing.sites if self.routing is not None else {}
+        self._routes = {site: key for key, site in routes.items()}
+        wanted = [*self._at, *self._parts, *self._routes]
         self._ops = {site.op for site in wanted}
         self._modules = {site.module for site in wanted}
 
     def check(self) -> None:
         """End one pass: NotEnoughEvidenceError names the sites that were not seen in it."""
-        wanted = [*self.sites, *self.attention]
+        wanted = [*self.sites, *self.attention, *self._routes.values()]
         missed = [str(key) for key in wanted if not self.fired[key]]
         self.fired.clear()
         self._held.clear()
         if self.passage is not None:
             self.passage.start_again()
+        if self.routing is not None:
+            self.routing.end()
         if missed:
             raise NotEnoughEvidenceError(
                 f"never reached in this forward pass: {', '.join(missed)}; "
@@ -104,6 +113,8 @@ class Watch(Follower):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
+        if self.routing is not None and site.op in PRODUCTS:
+            function = functools.partial(self.routing.product, function)
         if site.op not in self._ops or site.module not in self._modules:
             return function(*args, **kwargs)
         self._inputs(site, args, kwargs)
@@ -129,14 +140,18 @@ class Watch(Follower):
             self._seen(Site(site.module, site.call, site.op, site.ordinal, port), tensor)
 
     def _outputs(self, site: Site, output: Any) -> None:
-        first = next(tensors_in(output), None)
-        if first is not None:
-            self._seen(site, first)
+        for position, tensor in enumerate(tensors_in(output)):
+            port = f"output{position or ''}"
+            self._seen(Site(site.module, site.call, site.op, site.ordinal, port), tensor)
 
     def _seen(self, site: Site, tensor: Tensor) -> None:
         for key in self._at.get(site, ()):
             self.fired[key] += 1
             self.on_tensor(key, self._keep(tensor))
+        if self.routing is not None and site in self._routes:
+            self.fired[self._routes[site]] += 1
+            with torch._C.DisableTorchFunction():
+                self.routing.see(site, tensor)
         for key, name in self._parts.get(site, ()):
             if name != "call":
                 self._held.setdefault(key, {})[name] = self._keep(tensor)
@@ -146,8 +161,9 @@ class Watch(Follower):
     def _keep(self, item: Any) -> Any:
         if not isinstance(item, Tensor):
             return item
-        item = item.detach() if self.detach else item
-        return item.clone() if self.clone else item
+        with torch._C.DisableTorchFunction():  # or the passage would count these as the model's
+            item = item.detach() if self.detach else item
+            return item.clone() if self.clone else item
 
     # --- attention ---
 
@@ -298,6 +314,8 @@ def watch(
     *,
     clone: bool = True,
     detach: bool = True,
+    experts: Mapping[Hashable, ExpertSite] | None = None,
+    on_expert: OnExpert | None = None,
 ) -> Iterator[Watch]:
     """Call `on_tensor` and `on_attention` for each site as forward passes inside reach it.
 
@@ -306,9 +324,11 @@ def watch(
     removed, also after an exception; outputs are the same bits as without watching (with the fused
     encoder path off). `clone=False` hands out the tensors themselves: reduce them at once, since
     the model may rewrite them in place. `detach=False` keeps them in the autograd graph: together
-    with `clone=False` gradients can be taken with respect to them.
+    with `clone=False` gradients can be taken with respect to them. `on_expert` gets the units of
+    every block in `experts`, expert by expert.
     """
-    watching = Watch(sites, attention, on_tensor, on_attention, clone, detach)
+    routing = Routing(module, experts, on_expert) if experts and on_expert else None
+    watching = Watch(sites, attention, on_tensor, on_attention, clone, detach, routing)
     with undisturbed(module), Passage(module, watching) as passage:
         watching.passage = passage
         yield watching

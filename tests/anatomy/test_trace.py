@@ -225,38 +225,6 @@ def test_norms_of_gemma_are_offsets_from_one() -> None:
     assert not part(traced("llama-eager")[1], "norm1").offset_gain
 
 
-def test_experts_that_got_no_token_are_listed_too() -> None:
-    _, anatomy = traced("mixtral-eager")
-    experts = part(anatomy, "experts")
-    names = [m.tensor.rpartition(".")[2] for m in experts.weights]
-    assert names == ["gate_up_proj", "down_proj"] * 3
-    assert [m.rows[0] for m in experts.weights] == [0, 0, 96, 32, 192, 64]
-
-    class Experts(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Linear(8, 6, bias=False)
-            self.experts = nn.ModuleList(
-                nn.ModuleDict({"w1": nn.Linear(8, 4), "w2": nn.Linear(4, 8)}) for _ in range(6)
-            )
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            weight, chosen = self.gate(x).softmax(-1).topk(1)
-            out = torch.zeros_like(x)
-            for k, expert in enumerate(self.experts):
-                rows = (chosen[..., 0] == k).nonzero(as_tuple=True)
-                if len(rows[0]):
-                    out[rows] = expert["w2"](F.silu(expert["w1"](x[rows]))) * weight[rows]
-            return out
-
-    net = FusedGPT(width=8, heads=2, layers=1)
-    net.blocks[0].c_fc, net.blocks[0].c_proj = nn.Identity(), Experts()
-    found = part(trace(net, inputs_to(net), {"inputs": torch.arange(4)[None]}), "experts")
-    assert [m.tensor for m in found.weights] == [
-        f"blocks.0.c_proj.experts.{k}.w{j}.weight" for k in range(6) for j in (1, 2)
-    ]
-
-
 def test_fewer_key_heads_and_a_head_width_of_its_own() -> None:
     """M03: 8 query heads on 2 key heads, width 16, hidden 96."""
     values = {**zoo.TEXT, "hidden_size": 96, "num_attention_heads": 8, "head_dim": 16}
