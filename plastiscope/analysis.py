@@ -15,6 +15,7 @@ from .checkpoints import Run
 from .config import Settings
 from .derivatives import FAMILIES, family
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
+from .network import usable_device
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
 from .session import Session
@@ -79,6 +80,7 @@ def analyze(
     """
     settings = settings or Settings()
     reporter = reporter or Silent()
+    usable_device(settings.device)
     runs = find_runs([paths] if isinstance(paths, (str, Path)) else paths, settings)
     chosen = choose_metrics(settings)
     analysis = Analysis(
@@ -142,9 +144,9 @@ def chosen_steps(text: str | None) -> Container[int] | None:
 
 
 def choose_metrics(settings: Settings) -> frozenset[str]:
-    """The names of the metrics to measure: `only`, or the default set and `extra`."""
+    """The names of the metrics to measure: `only`, or the default set; and `extra`."""
     only, extra = _expanded(settings.only), _expanded(settings.extra)
-    return only or metrics.default_metrics() | extra
+    return (only or metrics.default_metrics()) | extra
 
 
 def _expanded(names: Iterable[str]) -> frozenset[str]:

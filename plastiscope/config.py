@@ -1,7 +1,8 @@
 """The settings of an analysis: one frozen object, from the command line over a configuration file.
 
 The file is `plastiscope.toml`, or the table [tool.plastiscope] of `pyproject.toml`, in the working
-folder. An unknown key is an error that names the nearest known one.
+folder. Its tables [profiles.NAME] hold further settings, laid over the file's own where a profile
+is chosen by name. An unknown key is an error that names the nearest known one.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
-OTHER_TABLES = ("check",)
+OTHER_TABLES = ("check", "profiles")
 
 
 @dataclass(frozen=True)
@@ -74,10 +75,18 @@ class Settings:
             raise UsageError(f"every must be at least 1, not {self.every}")
 
 
-def read_settings(folder: Path | None = None, **options: Any) -> Settings:
-    """Settings from the configuration file of `folder` (the working folder), with the options
-    that aren't None laid over them."""
-    values = _checked(read_table(folder or Path.cwd()))
+def read_settings(
+    folder: Path | None = None, profile: str | None = None, **options: Any
+) -> Settings:
+    """Settings from the configuration file of `folder` (the working folder), with those of a
+    profile, then the options that aren't None, laid over them."""
+    table = read_table(folder or Path.cwd())
+    values = _checked(table)
+    profiles = _profiles(table.get("profiles", {}))
+    if profile is not None:
+        if profile not in profiles:
+            raise unknown("profile", profile, profiles)
+        values |= profiles[profile]
     return replace(Settings(**values), **{k: v for k, v in options.items() if v is not None})
 
 
@@ -102,13 +111,20 @@ def parse_toml(file: Path) -> dict[str, Any]:
     return table
 
 
-def _checked(table: Mapping[str, Any]) -> dict[str, Any]:
+def _profiles(tables: Any) -> dict[str, dict[str, Any]]:
+    """Every profile's checked settings: a wrong key is an error though its profile isn't chosen."""
+    if not isinstance(tables, dict) or not all(isinstance(t, dict) for t in tables.values()):
+        raise UsageError("configuration key 'profiles' takes tables: [profiles.NAME]")
+    return {name: _checked(table, nested=True) for name, table in tables.items()}
+
+
+def _checked(table: Mapping[str, Any], nested: bool = False) -> dict[str, Any]:
     kinds = {f.name: f for f in fields(Settings)}
     defaults = Settings()
     values: dict[str, Any] = {}
     for key, value in table.items():
         name = key.replace("-", "_")
-        if name in OTHER_TABLES:
+        if name in OTHER_TABLES and not nested:
             continue
         if name not in kinds:
             raise unknown("configuration key", key, kinds)

@@ -38,4 +38,6 @@ def unknown(kind: str, name: str, known: Iterable[Any]) -> UsageError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     more = f", ... ({len(names)} in all)" if len(names) > LISTED else ""
-    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(names[:LISTED])}{more}")
+    return UsageError(
+        f"unknown {kind} {name!r}: {hint}known: {', '.join(names[:LISTED]) or 'none'}{more}"
+    )

@@ -141,7 +141,7 @@ def open_network(
     would help. Raises UsageError for a probe that doesn't fit and, where it is `required`, for a
     model that was asked for and doesn't.
     """
-    device = _device(settings.device)
+    device = usable_device(settings.device)
     for key in settings.assume if settings.model is None else ():
         if key not in ASSUMPTIONS:
             raise unknown("assumption", key, ASSUMPTIONS)
@@ -222,10 +222,11 @@ def _weights_only(state: State, settings: Settings, device: torch.device, why: s
     return Network(cover(anatomy, weights), None, (), why, lines, device, False)
 
 
-def _device(name: str) -> torch.device:
+def usable_device(name: str) -> torch.device:
+    """The device of that name. Raises UsageError when nothing can be put there."""
     try:
         device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
+        torch.zeros(1, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
         raise UsageError(f"--device {name} can't be used here: {error}".splitlines()[0]) from error
     return device

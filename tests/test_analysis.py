@@ -19,7 +19,9 @@ import torch
 from torch import nn
 
 import plastiscope
+from plastiscope import metrics as plastiscope_metrics
 from plastiscope import store
+from plastiscope.analysis import choose_metrics
 from plastiscope.config import Settings
 from plastiscope.errors import NotEnoughEvidenceError, UnreadableError, UsageError
 
@@ -153,6 +155,16 @@ def test_unknown_metrics_and_devices_are_named(run: Path, settings: Settings) ->
         plastiscope.analyze(run, replace(settings, only=("efective_rank",)))
     with pytest.raises(UsageError, match="--device nowhere"):
         plastiscope.analyze(run, replace(settings, device="nowhere"))
+    assert plastiscope.analyze(run, settings).runs[0].measured == 3
+    with pytest.raises(UsageError, match="--device nowhere"):
+        plastiscope.analyze(run, replace(settings, device="nowhere"))
+
+
+def test_only_and_with_add_up() -> None:
+    only = choose_metrics(Settings(only=("srank",), extra=("sensitivity",)))
+    assert only == {"srank", "rate_of_change", "rate_of_change_embedding", "rate_of_change_bound"}
+    more = choose_metrics(Settings(extra=("ntk_trace",)))
+    assert more == plastiscope_metrics.default_metrics() | {"ntk_trace"}
 
 
 def test_a_probe_of_the_wrong_shape_keeps_what_was_written(run: Path, settings: Settings) -> None:

@@ -129,6 +129,8 @@ def test_show_report_and_explain(out: Path) -> None:
         (["analyze", "RUN", "--model", "MODEL:small"], 2, "label 2 is beyond"),
         (["report", "OUT", "--to", "FILE/x.html"], 2, "can't write"),
         (["analyze", "RUN", "--steps", "a"], 2, "--steps"),
+        (["analyze", "RUN", "--device", "cuda:99"], 2, "--device cuda:99"),
+        (["analyze", "RUN", "--profile", "full"], 2, "unknown profile 'full'"),
         (["analyze", "RUN", "--steps", "7"], 2, "the steps are 0, 10"),
         (["figures", "EMPTY"], 2, "no tables"),
         (["figures", "OUT", "--figure", "heads"], 2, "head-rank"),

@@ -47,3 +47,51 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) ->
 def test_the_gate_has_its_own_table(tmp_path: Path) -> None:
     (tmp_path / "plastiscope.toml").write_text("[check]\nanything = 1\n")
     assert read_settings(tmp_path) == Settings()
+
+
+PROFILES = """
+folds = 4
+[profiles.quick]
+only = ["effective_rank"]
+probe-rows = 256
+[profiles.full]
+extra = ["ntk", "jacobian"]
+folds = 16
+"""
+
+
+def test_a_profile_lies_between_the_file_and_the_options(tmp_path: Path) -> None:
+    (tmp_path / "plastiscope.toml").write_text(PROFILES)
+    plain = read_settings(tmp_path)
+    assert (plain.folds, plain.only, plain.extra) == (4, (), ())
+    quick = read_settings(tmp_path, "quick", probe_rows=None)
+    assert (quick.folds, quick.only, quick.probe_rows) == (4, ("effective_rank",), 256)
+    full = read_settings(tmp_path, "full", folds=8)
+    assert (full.folds, full.extra, full.probe_rows) == (8, ("ntk", "jacobian"), 4096)
+
+
+def test_a_profile_of_pyproject(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[tool.plastiscope.profiles.a]\nseed = 3\n")
+    assert read_settings(tmp_path, "a").seed == 3 and read_settings(tmp_path).seed == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "profile", "said"),
+    [
+        (PROFILES, "ful", "unknown profile 'ful': did you mean 'full'"),
+        ("", "full", "unknown profile 'full': known: none"),
+        ("[profiles.a]\nfold = 3", "a", "did you mean 'folds'"),
+        ("[profiles.a]\nfold = 3", None, "did you mean 'folds'"),
+        ("[profiles.a.check]\nx = 3", "a", "unknown configuration key 'check'"),
+        ("[profiles.a.profiles.b]\nx = 3", "a", "unknown configuration key 'profiles'"),
+        ("profiles = 3", None, r"\[profiles.NAME\]"),
+        ("[profiles]\na = 3", None, r"\[profiles.NAME\]"),
+    ],
+)
+def test_a_wrong_profile_is_one_clear_line(
+    tmp_path: Path, text: str, profile: str | None, said: str
+) -> None:
+    (tmp_path / "plastiscope.toml").write_text(text)
+    with pytest.raises(UsageError, match=said) as caught:
+        read_settings(tmp_path, profile)
+    assert "\n" not in str(caught.value)
