@@ -82,6 +82,7 @@ if __name__ == "__main__":
             task=shuffled,
             stationary=lambda: shuffled(0),
             save=save,
+            load=lambda file: torch.load(file, weights_only=True)["state_dict"],
             tasks=100,
             steps=60,
             batch=32,

@@ -188,6 +188,7 @@ if __name__ == "__main__":
             stationary=mixed,
             unseen=lambda _: language(HELD_OUT),
             save=save,
+            load=lambda file: torch.load(file, weights_only=True)["model"],
             tasks=TASKS,
             steps=150,
             batch=BATCH,
@@ -195,6 +196,5 @@ if __name__ == "__main__":
             checkpoints=(0, 1, 2, 4, 7, 11, 16, 24),
             score="loss",
             fused=True,
-        ),
-        seeds=5,
+        )
     )

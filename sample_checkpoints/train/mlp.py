@@ -60,6 +60,7 @@ if __name__ == "__main__":
             task=permuted,
             stationary=lambda: permuted(0),
             save=save,
+            load=lambda file: torch.load(file, weights_only=True)["model_state_dict"],
             tasks=300,
             steps=100,
             batch=32,

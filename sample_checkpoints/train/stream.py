@@ -20,6 +20,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from plastiscope.checkpoints import discover
+
 UNSEEN = 10_000  # tasks from this number on are never part of a stream
 
 State: TypeAlias = dict[str, Tensor]
@@ -48,13 +50,15 @@ class Moment:
 
 @dataclass(frozen=True)
 class Stream:
-    """One sample run: the network, its tasks by number, the budget, and how a moment is stored."""
+    """One sample run: the network, its tasks by number, the budget, and how a moment is stored
+    and its weights are read again."""
 
     name: str
     build: Callable[[], nn.Module]
     task: Callable[[int], Task]
     stationary: Callable[[], Task]
     save: Callable[[Path, Moment], None]
+    load: Callable[[Path], State]
     tasks: int
     steps: int
     batch: int
@@ -142,14 +146,28 @@ def learn_unseen(stream: Stream, start: State | None, seeds: int) -> Tensor:
 
 
 def show_loss(stream: Stream, folder: Path, saved: dict[int, State], seeds: int) -> None:
-    """Print and write how well a never-seen task is learned from checkpoints and afresh."""
+    """Print and write how well a never-seen task is learned from each checkpoint and afresh.
+
+    `lost` is what the fresh network does better, paired by seed: the same task and batches.
+    """
     print(f"{stream.score} on a task never seen, mean +- sd over {seeds} seeds")
+    fresh = learn_unseen(stream, None, seeds)
+    sign = 1 if stream.score == "accuracy" else -1
     rows = []
     for name, start in (("fresh", None), *saved.items()):
-        scores = learn_unseen(stream, start, seeds)
+        scores = fresh if start is None else learn_unseen(stream, start, seeds)
+        lost = sign * (fresh - scores)
         print(f"from {name:>5}  {scores.mean():.3f} +- {scores.std():.3f}", flush=True)
-        rows.append((name, f"{scores.mean():.4f}", f"{scores.std():.4f}"))
-    write(folder / "trainability.csv", ("from_task", f"{stream.score}_mean", "sd"), rows)
+        numbers = (scores.mean(), scores.std(), lost.mean(), lost.std())
+        rows.append((name, *(f"{n:.4f}" for n in numbers), seeds))
+    header = ("from_task", f"{stream.score}_mean", "sd", "lost_mean", "lost_sd", "seeds")
+    write(folder / "trainability.csv", header, rows)
+
+
+def stored(stream: Stream, folder: Path) -> dict[int, State]:
+    """The weights of the checkpoints in a folder, by the number of tasks learned before."""
+    (run,) = discover(folder)
+    return {c.step // stream.steps: stream.load(Path(c.path)) for c in run.checkpoints}
 
 
 def write(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
@@ -168,12 +186,15 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(data.target[order]).long()
 
 
-def main(stream: Stream, seeds: int = 6) -> None:
+def main(stream: Stream, seeds: int = 20) -> None:
     """The command line that every run shares."""
     parser = argparse.ArgumentParser(description=f"Train the sample run {stream.name!r}.")
     parser.add_argument("--out", type=Path, help="folder to write (default: the sample's own)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--healthy", action="store_true", help="stay on one task (needs --out)")
+    parser.add_argument(
+        "--evidence", action="store_true", help="only measure again what is in the folder"
+    )
     options = parser.parse_args()
     if options.healthy and options.out is None:
         parser.error("--healthy needs --out: the twin is never kept beside the sample")
@@ -181,6 +202,8 @@ def main(stream: Stream, seeds: int = 6) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    saved = train(stream, folder, options.seed, options.healthy)
-    shown = list(saved)[::-2]
-    show_loss(stream, folder, {age: saved[age] for age in reversed(shown)}, seeds)
+    if options.evidence:
+        saved = stored(stream, folder)
+    else:
+        saved = train(stream, folder, options.seed, options.healthy)
+    show_loss(stream, folder, saved, seeds)

@@ -73,6 +73,7 @@ if __name__ == "__main__":
             task=shuffled,
             stationary=true_labels,
             save=save,
+            load=lambda folder: ViTForImageClassification.from_pretrained(folder).state_dict(),
             tasks=80,
             steps=60,
             batch=BATCH,
