@@ -20,8 +20,9 @@ from .sensitivity import (
     token_radius,
 )
 from .spectra import Spectrum, spectra_of
+from .symmetric import in_threads
 from .units import UnitGradients, UnitGradientSums, Units, UnitSums, rows_of
-from .weights import Magnitude, Weight, in_threads
+from .weights import Magnitude, Weight
 
 __all__ = [
     "Attention",

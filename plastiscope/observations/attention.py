@@ -14,10 +14,12 @@ from torch import Tensor
 
 from .moments import counts_without_each, without_each
 from .spectra import Floats, Statuses
+from .symmetric import at_once
 
 SINK_TOKENS = 64
 SINK_THRESHOLD = 0.3
 ENERGY = 0.9
+_TINY = 1e-300
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,7 @@ class AttentionSums:
         """
         fold = fold.detach().cpu().long()
         self.keys = max(self.keys, probabilities.shape[-1])
-        size = max(1, (1 << 22) // max(1, probabilities[0].numel()))
+        size = max(1, at_once(probabilities.device) // max(1, probabilities[0].numel()))
         for start in range(0, len(probabilities), size):
             part = slice(start, start + size)
             maps = probabilities[part].detach()
@@ -91,36 +93,43 @@ class AttentionSums:
             mask = query_mask[part] if query_mask is not None else None
             self._add_some(maps, self._visible(maps, seen), fold[part], mask)
 
-    def _visible(self, maps: Tensor, visible: Tensor | None) -> Tensor:
+    def _visible(self, maps: Tensor, visible: Tensor | None) -> Tensor | None:
+        """Brought to [B, H or 1, Tq, Tk]; None where every query sees every key."""
         if visible is None:
+            if not self.causal:
+                return None
             queries, keys = maps.shape[-2:]
             visible = torch.ones(queries, keys, dtype=torch.bool, device=maps.device)
-            if self.causal:
-                visible = visible.tril(keys - queries)
+            visible = visible.tril(keys - queries)
         visible = visible.to(maps.device)[(None,) * (4 - visible.ndim)]
         return visible.expand(len(maps), -1, *maps.shape[-2:])
 
     def _add_some(
-        self, maps: Tensor, visible: Tensor, fold: Tensor, query_mask: Tensor | None
+        self, maps: Tensor, visible: Tensor | None, fold: Tensor, query_mask: Tensor | None
     ) -> None:
-        a = torch.where(visible, maps.double(), 0.0)
-        seen = visible.sum(-1).double()
+        a, where = maps.double(), fold.to(maps.device)
+        if visible is None:
+            seen = a.new_full((len(a), 1, a.shape[-2]), a.shape[-1])
+        else:
+            a, seen = torch.where(visible, a, 0.0), visible.sum(-1).double()
         used = seen > 0
         if query_mask is not None:
             used = used & query_mask.to(a.device).bool()[:, None, :]
-        where = fold.to(a.device)
-        entropy = -torch.special.xlogy(a, a).sum(-1)
+        # Not xlogy, which isn't vectorised; 0 ln 0 comes out as 0 all the same.
+        entropy = -a.clamp(min=_TINY).log_().mul_(a).sum(-1)
         several = used & (seen > 1)
         ceiling = torch.log(seen.clamp(min=1))
         # A masked row may be NaN, so it's replaced, not multiplied by 0.
-        shares = torch.where(several, entropy / ceiling.clamp(min=1e-300), 0.0)
+        shares = torch.where(several, entropy / ceiling.clamp(min=_TINY), 0.0)
         self._sum("entropy", torch.where(used, entropy, 0.0).sum(-1), where)
         self._sum("normalized", shares.sum(-1), where)
         self._sum("highest", torch.where(used, ceiling, 0.0).sum(-1), where)
         self._sum("used", used.sum(-1).double(), where)
         self._sum("several", several.sum(-1).double(), where)
-        a = torch.where(used[..., None], a, 0.0)
-        self._add_columns(a, visible & used[..., None], where)
+        if visible is not None or query_mask is not None:
+            a = torch.where(used[..., None], a, 0.0)
+        shown = used[..., None].expand(-1, -1, -1, a.shape[-1])
+        self._add_columns(a, shown if visible is None else shown & visible, where)
         if self.maps:
             self._add_ranks(a, fold)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .moments import counts_without_each, moment_spectra, row_spectra, without_each
 from .spectra import Floats, Spectrum, Statuses
+from .symmetric import gram_of_columns
 
 _CHUNK = 1 << 22
 ROWS_LIMIT = 1 << 28
@@ -154,10 +155,7 @@ class FeatureSums:
                 rows = x if len(part) == len(x) else x[part.to(x.device)]
                 shifted = rows.double() - self.pivot
                 sums[k] += shifted.sum(0)
-                if x.ndim == 2:
-                    moments[k].addmm_(shifted.mT, shifted)
-                else:
-                    moments[k] += shifted.permute(1, 2, 0) @ shifted.transpose(0, 1)
+                moments[k] += gram_of_columns(shifted.movedim(0, -2))
 
     def finish(self) -> Features:
         """Spectra of all rows, and of all rows but each fold's. Raises ValueError without rows."""
@@ -196,8 +194,7 @@ class FeatureSums:
 def _second(rows: Tensor) -> Tensor | None:
     if rows.shape[1] > UNITS_LIMIT:
         return None
-    wide = rows.double()
-    return wide.mT @ wide
+    return gram_of_columns(rows.double())
 
 
 def _duplicates(second: Tensor | None) -> float | None:

@@ -5,6 +5,7 @@ Axes: N rows, d width, H heads, K folds; results [1 + K] or [1 + K, H].
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -12,12 +13,21 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from .spectra import GRAM_EPS, Floats, Spectrum, values_of_gram
+from .spectra import GRAM_EPS, Floats, Spectrum, roots
+from .symmetric import (
+    eigenvalues_of_tridiagonal,
+    gram_of_columns,
+    reflect,
+    reflected,
+    reflection,
+    tridiagonal,
+)
 
 _WORKING = 1 << 22
-"""Entries of the Gram matrices that are solved at once."""
+"""Entries of rows that are taken to float64 at once."""
 Counts = npt.NDArray[np.int64]
-Grams = tuple[Tensor, Tensor]
+Pair = tuple[tuple[Floats, float], tuple[Floats, float]]
+"""Eigenvalues and trace, plain and centred."""
 
 
 def without_each(folds: Floats | Counts) -> Floats:
@@ -44,105 +54,130 @@ def moment_spectra(
     moments: Tensor, sums: Tensor, counts: Counts, pivot: Tensor, eps: float
 ) -> tuple[Spectrum, Spectrum]:
     """From moments [K, (H,) d, d] and sums [K, (H,) d] about the pivot [(H,) d], float64."""
+    heads, d = tuple(sums.shape[1:-1]), sums.shape[-1]
+    parts = moments.cpu().numpy().reshape(len(counts), -1, d, d)
+    totals = sums.cpu().numpy().reshape(len(counts), -1, d)
+    origin = pivot.cpu().numpy().reshape(-1, d)
 
-    def grams(kept: list[list[int]]) -> Grams:
-        chosen = moments.new_zeros(len(kept), len(counts))
-        for i, folds in enumerate(kept):
-            chosen[i, folds] = 1.0
-        moment, total = _combine(chosen, moments), _combine(chosen, sums)
-        n = torch.as_tensor(counts, device=moments.device).double() @ chosen.mT
-        n = n.reshape(-1, *(1 for _ in moments.shape[1:]))
-        cross = total[..., :, None] * pivot[..., None, :]
-        square = pivot[..., :, None] * pivot[..., None, :]
-        plain = moment + cross + cross.mT + n * square
-        centered = moment - total[..., :, None] * total[..., None, :] / n.clamp(min=1)
-        return plain, centered
+    def solve(folds: list[int], head: int) -> Pair:
+        n = int(counts[folds].sum())
+        # Summed anew each time: subtracting a fold that holds nearly everything would cancel.
+        moment = parts[folds[0], head].copy()
+        for k in folds[1:]:
+            moment += parts[k, head]
+        return _about_mean(moment, totals[folds, head].sum(0), n, origin[head])
 
-    return _spectra(grams, counts, tuple(sums.shape[1:-1]), sums.shape[-1], eps)
+    return spectra_without_each(solve, counts, heads, d, eps)
 
 
-def _combine(chosen: Tensor, parts: Tensor) -> Tensor:
-    """Sums over the chosen folds: [n, K] and [K, ...] give [n, ...]."""
-    return (chosen @ parts.flatten(1)).reshape(-1, *parts.shape[1:])
+def _about_mean(moment: Floats, total: Floats, n: int, pivot: Floats) -> Pair:
+    """From the moment [d, d] (overwritten) and sum [d] of n rows about the pivot [d].
+
+    The plain Gram matrix is the centred one plus n mu mu^T. Where mu lies on the first axis that is
+    one entry, so both spectra come from one reduction to tridiagonal form.
+    """
+    moment -= np.outer(total, total / n)
+    centered_square = float(np.trace(moment))
+    mean = np.sqrt(n) * (pivot + total / n)
+    diagonal, off = tridiagonal(reflected(moment, reflection(mean)))
+    centered = eigenvalues_of_tridiagonal(diagonal, off)
+    diagonal[0] += mean @ mean
+    plain = eigenvalues_of_tridiagonal(diagonal, off)
+    return (plain, centered_square + float(mean @ mean)), (centered, centered_square)
 
 
 def row_spectra(
     rows: Tensor, fold: Tensor, folds: int, pivot: Tensor, eps: float
 ) -> tuple[Spectrum, Spectrum]:
     """From rows [N, (H,) d] fewer than they are wide, by their N x N Gram matrix."""
-    by_head = rows if rows.ndim == 2 else rows.transpose(0, 1)
-    raw = _gram(by_head, None)
-    shifted = _gram(by_head, pivot if rows.ndim == 2 else pivot[:, None])
-    counts = np.bincount(fold.numpy(), minlength=folds)
+    heads, d = tuple(rows.shape[1:-1]), rows.shape[-1]
+    by_head = rows[None] if rows.ndim == 2 else rows.transpose(0, 1)
+    origin = pivot.reshape(-1, 1, d)
+    grams, crosses = (part.cpu().numpy() for part in _shifted_grams(by_head, origin))
+    squares = origin.square().sum((1, 2)).cpu().numpy()
 
-    def grams(kept: list[list[int]]) -> Grams:
-        (folds,) = kept
-        where = torch.isin(fold, torch.tensor(folds)).nonzero().squeeze(1).to(raw.device)
-        plain = raw.index_select(-1, where).index_select(-2, where)
-        part = shifted.index_select(-1, where).index_select(-2, where)
-        mean = part.mean(-1, keepdim=True)
-        return plain[None], (part - mean - mean.mT + mean.mean(-2, keepdim=True))[None]
+    def solve(kept: list[int], head: int) -> Pair:
+        where = np.flatnonzero(np.isin(fold.numpy(), kept))
+        gram = grams[head][np.ix_(where, where)]
+        return _of_rows(gram, crosses[head][where], float(squares[head]))
 
-    return _spectra(grams, counts, tuple(rows.shape[1:-1]), rows.shape[-1], eps, at_once=1)
+    return spectra_without_each(solve, np.bincount(fold.numpy(), minlength=folds), heads, d, eps)
 
 
-def _gram(rows: Tensor, pivot: Tensor | None) -> Tensor:
-    """[..., N, N] in float64, a slice of the width at a time."""
-    n, d = rows.shape[-2:]
-    gram = torch.zeros(*rows.shape[:-1], n, dtype=torch.float64, device=rows.device)
-    size = max(1, (1 << 22) // max(1, rows.shape[:-1].numel()))
+def _of_rows(gram: Floats, cross: Floats, square: float) -> Pair:
+    """From the Gram matrix [n, n] (overwritten) of rows about a pivot p, their products [n] with p
+    and p's square.
+
+    Where 1 lies on the first axis, taking the mean off is to leave out the first row and column,
+    and the pivot is in these alone.
+    """
+    n = len(gram)
+    whole = float(np.trace(gram) + 2.0 * cross.sum() + n * square)
+    normal = reflection(np.ones(n))
+    lower = reflected(gram, normal)
+    centered_square = float(np.trace(lower) - lower[0, 0])
+    one, cross = reflect(np.ones(n), normal)[0], reflect(cross, normal)
+    lower[:, 0] += one * cross
+    lower[0, 0] += one * cross[0] + n * square
+    diagonal, off = tridiagonal(lower)
+    plain = eigenvalues_of_tridiagonal(diagonal, off)
+    centered = np.append(eigenvalues_of_tridiagonal(diagonal[1:], off[1:]), 0.0)
+    return (plain, whole), (centered, centered_square)
+
+
+def _shifted_grams(rows: Tensor, pivot: Tensor) -> tuple[Tensor, Tensor]:
+    """[H, N, N] of rows [H, N, d] about the pivot [H, 1, d], and their products with it [H, N]; a
+    slice of the width at a time."""
+    h, n, d = rows.shape
+    gram = torch.zeros(h, n, n, dtype=torch.float64, device=rows.device)
+    cross = torch.zeros(h, n, dtype=torch.float64, device=rows.device)
+    size = max(1, _WORKING // max(1, h * n))
     for start in range(0, d, size):
-        part = rows[..., start : start + size].double()
-        if pivot is not None:
-            part = part - pivot[..., start : start + size]
-        gram += part @ part.mT
-    return gram
+        origin = pivot[..., start : start + size]
+        part = rows[..., start : start + size].double() - origin
+        gram += gram_of_columns(part.mT)
+        cross += (part * origin).sum(-1)
+    return gram, cross
 
 
-def _spectra(
-    grams: Callable[[list[list[int]]], Grams],
+def spectra_without_each(
+    solve: Callable[[list[int], int], Pair],
     counts: Counts,
     heads: tuple[int, ...],
     d: int,
     eps: float,
-    at_once: int | None = None,
 ) -> tuple[Spectrum, Spectrum]:
-    """Spectra for all folds, then without each; `grams` takes `at_once` choices of folds, None as
-    many as the working memory holds."""
+    """Spectra for all folds, then without each; `solve` takes a choice of folds and a head."""
     folds = len(counts)
     n = int(min(counts.sum(), d))
     present = [k for k in range(folds) if counts[k]]
     every = [present, *([j for j in present if j != k] for k in range(folds))]
-    values = np.full((2, 1 + folds, *heads, n), np.nan)
-    square = np.full((2, 1 + folds, *heads), np.nan)
-    known = [i for i, kept in enumerate(every) if kept and (i == 0 or i - 1 in present)]
-    size = at_once or max(1, _WORKING // (d * d * max(1, int(np.prod(heads)))))
-    for start in range(0, len(known), size):
-        some = known[start : start + size]
-        for which, gram in enumerate(grams([every[i] for i in some])):
-            found, total = _values(gram)
-            values[which, some] = _fit(found, n)
-            square[which, some] = total
+    values = np.full((2, 1 + folds, math.prod(heads), n), np.nan)
+    square = np.full((2, 1 + folds, math.prod(heads)), np.nan)
+    for i, kept in enumerate(every):
+        if not kept or (i > 0 and i - 1 not in present):
+            continue
+        for head in range(math.prod(heads)):
+            with np.errstate(invalid="ignore", over="ignore"):
+                pair = solve(kept, head)
+            for which, (found, total) in enumerate(pair):
+                values[which, i, head] = _fit(_checked(found, total), n)
+                square[which, i, head] = total
     rows = np.stack([counts.sum(), *(counts.sum() - counts)]).reshape(-1, *(1 for _ in heads))
     rows = np.broadcast_to(rows, (1 + folds, *heads)).astype(np.int64)
+    values, square = values.reshape(2, -1, *heads, n), square.reshape(2, -1, *heads)
     return (
         _spectrum(values[0], square[0], rows, d, eps),
         _spectrum(*_without_rounding(values[1], square, eps), rows, d, eps, lost=1),
     )
 
 
-def _values(gram: Tensor) -> tuple[Floats, Floats]:
-    trace = gram.diagonal(dim1=-2, dim2=-1).sum(-1).cpu().numpy()
-    if not np.isfinite(trace).all():
-        bad = ~np.isfinite(trace)
-        gram = torch.where(torch.as_tensor(bad, device=gram.device)[..., None, None], 0.0, gram)
-        values = values_of_gram(gram)
-        values[bad] = np.nan
-        return values, trace
-    values = values_of_gram(gram)
+def _checked(eigenvalues: Floats, trace: float) -> Floats:
+    """Singular values, descending; NaN where they don't add up to the trace."""
+    values = roots(eigenvalues)
     with np.errstate(invalid="ignore"):
-        values[np.abs((values**2).sum(-1) - trace) > 1e-8 * np.abs(trace)] = np.nan
-    return values, trace
+        good = abs(float((values**2).sum()) - trace) <= 1e-8 * abs(trace)
+    return values if good else np.full_like(values, np.nan)
 
 
 def _fit(values: Floats, n: int) -> Floats:

@@ -11,7 +11,6 @@ garbage without an error).
 
 from __future__ import annotations
 
-import contextlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,6 +20,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
+
+from .symmetric import eigenvalues, gram_of_columns
 
 Floats = npt.NDArray[np.float64]
 Statuses = npt.NDArray[np.str_]
@@ -125,7 +126,7 @@ def _values_of_scaled(matrices: Tensor, scale: Floats) -> tuple[Floats, Floats]:
         square = torch.linalg.vector_norm(scaled, dim=(1, 2)).square().cpu().numpy()
         if n <= DIRECT_SIDE or matrices.dtype == torch.float64:
             return _checked(scaled, square, _singular_values(scaled, square)), square
-        gram = scaled @ scaled.mT if r <= c else scaled.mT @ scaled
+        gram = gram_of_columns(scaled.mT if r <= c else scaled)
         return _checked(scaled, square, values_of_gram(gram)), square
     gram, square = _chunked_gram(matrices[0], float(scale[0]))
     values = values_of_gram(gram[None])
@@ -137,23 +138,12 @@ def _values_of_scaled(matrices: Tensor, scale: Floats) -> tuple[Floats, Floats]:
 
 def values_of_gram(gram: Tensor) -> Floats:
     """Singular values [..., n], descending, from float64 Gram matrices; NaN where LAPACK failed."""
-    try:
-        eigenvalues = torch.linalg.eigvalsh(gram).cpu().numpy()
-    except RuntimeError:
-        return _one_by_one(gram)
-    return _roots(eigenvalues)
+    return roots(eigenvalues(gram.cpu().numpy()))
 
 
-def _one_by_one(gram: Tensor) -> Floats:
-    values = np.full(gram.shape[:-1], np.nan)
-    for where in np.ndindex(*gram.shape[:-2]):
-        with contextlib.suppress(RuntimeError):
-            values[where] = _roots(torch.linalg.eigvalsh(gram[where]).cpu().numpy())
-    return values
-
-
-def _roots(eigenvalues: Floats) -> Floats:
-    """Sorts by itself; what is under the rounding of the largest is zero, and so are negatives."""
+def roots(eigenvalues: Floats) -> Floats:
+    """Singular values [..., n], descending, from a Gram matrix's eigenvalues; what is under the
+    rounding of the largest is zero, and so are negatives."""
     ordered = np.sort(eigenvalues, axis=-1)[..., ::-1]
     floor = ordered.shape[-1] * np.finfo(np.float64).eps * ordered[..., :1]
     return np.asarray(np.sqrt(np.where(ordered > floor, ordered, 0.0)), dtype=np.float64)
@@ -221,7 +211,7 @@ def _chunked_gram(matrix: Tensor, scale: float) -> tuple[Tensor, Floats]:
     square = torch.zeros(1, dtype=torch.float64, device=matrix.device)
     for chunk in _long_side_chunks(matrix):
         scaled = chunk.double() / scale
-        gram.addmm_(scaled.mT, scaled)
+        gram += gram_of_columns(scaled)
         square += scaled.square().sum()
     return gram, square.cpu().numpy()
 

@@ -5,19 +5,14 @@ Axes: H heads, out, in.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from .spectra import Floats, Spectrum, Statuses, spectra_of
-
-_In = TypeVar("_In")
-_Out = TypeVar("_Out")
 
 
 @dataclass(frozen=True)
@@ -134,20 +129,3 @@ def _square_distance(now: Tensor, before: Tensor) -> Floats:
         part -= before[..., start : start + size].to(now.device)
         total += part.square().sum(-1)
     return np.asarray(total.cpu().numpy(), dtype=np.float64)
-
-
-def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_Out]:
-    """`function` of each item, in order, one BLAS thread an item and as many items as threads.
-
-    Two matrices at a time with one thread each take two thirds of the time of one after the other
-    with two threads each. The number of threads is torch's own, and is put back afterwards.
-    """
-    threads = torch.get_num_threads()
-    if threads == 1:
-        return [function(item) for item in items]
-    torch.set_num_threads(1)
-    try:
-        with ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-            return list(pool.map(function, items))
-    finally:
-        torch.set_num_threads(threads)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tests.benchmarks.harness import Comparison, compare
+from tests.benchmarks.harness import Comparison, Target, compare
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 ONLY = ("effective_rank", "dormant_fraction", "attention_entropy")
@@ -57,16 +58,15 @@ def large_probe() -> Callable[[], object]:
     return _replay(16 * 1024)
 
 
-def _run(copies: int) -> tuple[Path, Path]:
-    """A run of so many checkpoints, and where to write."""
-    folder = Path(tempfile.mkdtemp())
-    run = folder / "mlp"
+def _run() -> Path:
+    """A run of 20 checkpoints."""
+    run = Path(tempfile.mkdtemp()) / "mlp"
     run.mkdir()
     for file in (SAMPLES / "mlp").glob("*"):
         shutil.copy(file, run)
-    for number in range(copies - len(list(run.glob("task_*.pt")))):
+    for number in range(20 - len(list(run.glob("task_*.pt")))):
         _step(run / "task_300.pt", run / f"task_{400 + number}.pt", 40_000 + number)
-    return run, folder / "out"
+    return run
 
 
 def _step(source: Path, target: Path, step: int) -> None:
@@ -81,28 +81,39 @@ def whole_run() -> Callable[[], object]:
     import plastiscope
     from plastiscope.config import Settings
 
-    run, out = _run(20)
-    return lambda: plastiscope.analyze(run, Settings(out=out))
+    run = _run()
+    return lambda: plastiscope.analyze(run, Settings(out=Path(tempfile.mkdtemp())))
 
 
 def one_more() -> Callable[[], object]:
     import plastiscope
     from plastiscope.config import Settings
 
-    run, out = _run(20)
+    run, out, numbers = _run(), Path(tempfile.mkdtemp()), itertools.count(900)
     plastiscope.analyze(run, Settings(out=out))
-    _step(run / "task_300.pt", run / "task_999.pt", 99_999)
-    return lambda: plastiscope.analyze(run, Settings(out=out))
+
+    def work() -> object:
+        number = next(numbers)
+        _step(run / "task_300.pt", run / f"task_{number}.pt", 90_000 + number)
+        return plastiscope.analyze(run, Settings(out=out))
+
+    return work
 
 
 def comparisons() -> Iterator[Comparison]:
-    """One row each; both sides in their own process."""
-    here = "tests.benchmarks.bench_replay"
     yield compare(
-        here, "replay of 16,384 images", "large_probe", "of 1024", "small_probe",
-        "memory at most 1.1",
-    )  # fmt: skip
+        __name__,
+        "replay of 16,384 images",
+        "large_probe",
+        "of 1024",
+        "small_probe",
+        Target(memory=1.1),
+    )
     yield compare(
-        here, "checkpoint 21 of a finished run", "one_more", "all 20", "whole_run",
-        "at most 1.2/21 of the time",
-    )  # fmt: skip
+        __name__,
+        "checkpoint 21 of a finished run",
+        "one_more",
+        "all 20",
+        "whole_run",
+        Target(speed=21 / 1.2),
+    )

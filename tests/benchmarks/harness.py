@@ -1,7 +1,8 @@
 """Runs each piece of work in a process of its own and sets its time and memory against another's.
 
 A piece of work is a function `prepare()` of a bench module that builds what is needed and returns
-the function to be timed. Its memory is the growth of the process's peak while that function runs.
+the function to be timed. Its memory is the growth of the process's peak while that function first
+runs; its time the best of some runs, as many as fit in ten seconds.
 """
 
 from __future__ import annotations
@@ -19,74 +20,104 @@ THREADS = os.environ.get("BENCH_THREADS", "2")
 _WORKER = """
 import importlib, json, resource, sys, time, warnings
 warnings.filterwarnings("ignore")
-module, name, repeats = sys.argv[1:4]
+module, name = sys.argv[1:3]
 work = getattr(importlib.import_module(module), name)()
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-before, times, busy = peak(), [], []
-for _ in range(int(repeats)):
-    start, cpu = time.perf_counter(), time.process_time()
+before, grown, times = peak(), None, []
+while not times or (sum(times) < 10 and len(times) < 20):
+    start = time.perf_counter()
     work()
     times.append(time.perf_counter() - start)
-    busy.append(time.process_time() - cpu)
-found = {"seconds": min(times), "busy": min(busy), "bytes": peak() - before}
+    grown = peak() - before if grown is None else grown
+found = {"seconds": min(times), "bytes": grown}
 print("RESULT " + json.dumps(found))
 """
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Best time and processor time in seconds, and growth of the peak memory in bytes."""
+    """Best time in seconds, and growth of the peak memory in bytes."""
 
     seconds: float
-    busy: float
     bytes: int
 
 
 @dataclass(frozen=True)
+class Target:
+    """What is promised: at least so many times as fast, at most this share of the memory, at most
+    so many bytes; None where nothing is."""
+
+    speed: float | None = None
+    memory: float | None = None
+    bytes: float | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.speed is not None:
+            fast = self.speed >= 1
+            parts.append(f"{self.speed:g}x as fast" if fast else f"time x{1 / self.speed:.3g}")
+        if self.memory is not None:
+            parts.append(f"memory x{self.memory:.3g}")
+        if self.bytes is not None:
+            parts.append(f"under {self.bytes / 1e9:g} GB")
+        return ", ".join(parts) or "-"
+
+
+@dataclass(frozen=True)
 class Comparison:
-    """One line of the table; `speed` is how many times as fast, `memory` ours over theirs."""
+    """One line of the table; `speed` is how many times as fast, `memory` ours over theirs.
+
+    `parts`: of how many equal parts theirs was measured one.
+    """
 
     work: str
     against: str
     ours: Measured
     theirs: Measured
-    target: str
+    target: Target
+    parts: int = 1
 
     @property
     def speed(self) -> float:
-        return self.theirs.seconds / self.ours.seconds
-
-    @property
-    def work_saved(self) -> float:
-        """The same of processor time: steadier on a machine that does other things too."""
-        return self.theirs.busy / self.ours.busy
+        return self.theirs.seconds * self.parts / self.ours.seconds
 
     @property
     def memory(self) -> float:
         return self.ours.bytes / max(self.theirs.bytes, 1)
 
+    @property
+    def met(self) -> bool:
+        """Whether all that is promised holds."""
+        target = self.target
+        return (
+            (target.speed is None or self.speed >= target.speed)
+            and (target.memory is None or self.memory <= target.memory)
+            and (target.bytes is None or self.ours.bytes <= target.bytes)
+        )
+
     def line(self) -> str:
         """A row of a Markdown table."""
+        times = "" if self.parts == 1 else f" x {self.parts}"
+        verdict = "-" if self.target == Target() else "yes" if self.met else "NO"
         return (
-            f"| {self.work} | {self.against} | {self.ours.seconds:.2f} s, "
-            f"{self.ours.bytes / 1e6:.0f} MB | {self.theirs.seconds:.2f} s, "
-            f"{self.theirs.bytes / 1e6:.0f} MB | {self.speed:.2f} | {self.work_saved:.2f} "
-            f"| {self.memory:.2f} | {self.target} |"
+            f"| {self.work} | {self.against} "
+            f"| {self.ours.seconds:.2f} s, {self.ours.bytes / 1e6:.0f} MB "
+            f"| {self.theirs.seconds:.2f} s{times}, {self.theirs.bytes / 1e6:.0f} MB "
+            f"| {self.speed:.2f} | {self.memory:.2f} | {self.target} | {verdict} |"
         )
 
 
 HEADER = (
-    "| work | against | ours | theirs | times as fast | by processor time | memory, ours/theirs "
-    "| target |\n"
+    "| work | against | ours | theirs | times as fast | memory, ours/theirs | target | met |\n"
     "|---|---|---|---|---|---|---|---|"
 )
 
 
-def run(module: str, name: str, repeats: int = 1) -> Measured:
+def run(module: str, name: str) -> Measured:
     """Time `name` of a bench module in a fresh process with two threads."""
     environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS}
     done = subprocess.run(
-        [sys.executable, "-c", _WORKER, module, name, str(repeats)],
+        [sys.executable, "-c", _WORKER, module, name],
         capture_output=True,
         text=True,
         cwd=ROOT,
@@ -99,9 +130,7 @@ def run(module: str, name: str, repeats: int = 1) -> Measured:
 
 
 def compare(
-    module: str, work: str, ours: str, against: str, theirs: str, target: str, repeats: int = 1
+    module: str, work: str, ours: str, against: str, theirs: str, target: Target, parts: int = 1
 ) -> Comparison:
     """Ours first, then theirs, each in its own process."""
-    return Comparison(
-        work, against, run(module, ours, repeats), run(module, theirs, repeats), target
-    )
+    return Comparison(work, against, run(module, ours), run(module, theirs), target, parts)
