@@ -108,7 +108,9 @@ class UnitSums:
             self._count("positive", k, pre > 0)
         if self.function in SATURATION:
             low, high = SATURATION[self.function]
-            self._count("saturated", k, (post < low) | (post > high))
+            # Of a gate, not of what it lets through.
+            own = post if pre is None else BOUNDED[self.function](pre)
+            self._count("saturated", k, (own < low) | (own > high))
 
     def _count(self, name: str, k: int, entries: Tensor) -> None:
         # Bytes hold the count of so few rows, and take half the time of wider integers.
