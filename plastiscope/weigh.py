@@ -48,6 +48,7 @@ class Scales:
     earlier: Earlier = field(default_factory=Earlier)
     seen: dict[str, Weight | Magnitude] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
+    embedding: set[str] = field(default_factory=set)
 
     def weigh(self, anatomy: Anatomy) -> list[Row]:
         """The rows of every component's matrices and heads, then of the whole network."""
@@ -72,6 +73,8 @@ class Scales:
         if not stacked:
             key = f"{tensor} {matrices[0].rows} {matrices[0].columns}"
             self.seen.setdefault(key, found)
+            if component.embeds or component.name == EMBEDDING:
+                self.embedding.add(key)
             self.types.setdefault(key, component.name)
         heads = len(matrices) if stacked else None
         place = Place(component.name, component.block, "weight", heads=heads, tensor=tensor)
@@ -127,7 +130,7 @@ class Scales:
 
     def _totals(self) -> list[Row]:
         rows = weight_totals(self.seen, self.types, only=self.only)
-        inner = {k: w for k, w in self.seen.items() if self.types[k] != EMBEDDING}
+        inner = {k: w for k, w in self.seen.items() if k not in self.embedding}
         if 0 < len(inner) < len(self.seen):
             rows += weight_totals(inner, scope="scope=non-embedding", only=self.only)
         return rows

@@ -5,7 +5,7 @@ A family is a TOML file: `name`; `detect`, keys that all have to be there under 
 config has to have; `[config]`, where the config says how many heads there are (names to look for,
 or a number); and one `[[tensor]]` for each stored key: its `part`, or `into` for the parts of a
 fused tensor, its `key` with {block} (and {stage}, {expert}) for numbers, and its `layout` (see
-layout.py). A family of `kind = "stack"` has lists of key endings for its layers and norms instead.
+layout.py). `embeds` are keys of position tables, CLS and register tokens. A family of `kind = "stack"` has lists of key endings for its layers and norms instead.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ FIELDS = {
     "shapes",
     "when",
     "config",
+    "embeds",
     "tensor",
     "layers",
     "norms",
@@ -167,6 +168,9 @@ def _from_family(
         parts = _Table(family, prefix, names, tensors, config, notes).components()
     claimed = {m.tensor for c in parts for m in (*c.weights, *c.heads)}
     others, left = alone(names, claimed, {c.path for c in parts if c.weights})
+    embeds = {prefix + key for key in family.table.get("embeds", ())}
+    others = [replace(c, embeds=c.weights[0].tensor in embeds) for c in others]
+    left = [name for name in left if name not in embeds]
     source = f"family {family.name}"
     return Anatomy((*parts, *others), {}, None, 0, source, tuple(left), tuple(notes))
 

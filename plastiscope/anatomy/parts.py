@@ -161,7 +161,8 @@ class Component:
     "tanh", "sigmoid", ...). `channel_axis` is the axis of `features` that holds channels or width
     (1 for convolutional maps [B, C, h, w]). `channels` are those that are the component's own
     where the tensor holds others too (a fused gate and fc1), `before_channels` the same for
-    `pre_activation`; None: all. `offset_gain`: a norm's gain is 1 + its stored weight.
+    `pre_activation`; None: all. `offset_gain`: a norm's gain is 1 + its stored weight. `embeds`: a
+    table of positions, a CLS or register token, which goes into the embedding's output.
     """
 
     name: str
@@ -176,6 +177,7 @@ class Component:
     channel_axis: int = -1
     channels: tuple[int, ...] | None = None
     before_channels: tuple[int, ...] | None = None
+    embeds: bool = False
 
 
 @dataclass(frozen=True)
@@ -184,8 +186,9 @@ class Anatomy:
 
     `components` in forward order; `attention` and `experts` by block; `cls` the position of the
     CLS token in the token axis or None; `prefix_tokens` how many leading tokens aren't patches
-    (CLS, distillation, registers). `source` says how it was found ("trace", "family gpt2", "names"). `unexplained`
-    are tensors that no component claims. `notes` are single lines for the user.
+    (CLS, distillation, registers). `source` says how it was found ("trace", "family gpt2",
+    "names"). `unexplained` are tensors that no component claims. `notes` are single lines for the
+    user.
     """
 
     components: tuple[Component, ...]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -135,6 +136,7 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
             name, block = own_name(norm.weight), _block_of(found, norm.weight)
             extra.append(norm_component(scene, name, norm, block))
     owners |= {c.path for c in extra}
+    embedded = _embedded(record, found)
     for name, parameter in record.module.named_parameters():
         owner = name.rpartition(".")[0]
         if (
@@ -144,8 +146,29 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
             or "parametrizations." in name
         ):
             continue
-        extra.append(Component(own_name(name), _block_of(found, name), owner, (Matrix(name),)))
+        part = Component(own_name(name), _block_of(found, name), owner, (Matrix(name),))
+        extra.append(replace(part, embeds=name in embedded))
     return extra
+
+
+def _embedded(record: Record, found: list[Block]) -> set[str]:
+    """The names of what goes into a stream where it begins: tables of positions, CLS tokens."""
+    ends = [-1, *(b.end for b in found)]
+    waiting = [
+        b.start
+        for b, end in zip(found, ends, strict=False)
+        if end < 0 or not reaches(record, end, b.start)
+    ]
+    names, seen = set[str](), set[int]()
+    while waiting:
+        number = waiting.pop()
+        call = record.call_of(number)
+        if number in seen:
+            continue
+        seen.add(number)
+        names.add(record.name(number) or "")
+        waiting += call.inputs if call is not None else ()
+    return names
 
 
 def _block_of(found: list[Block], path: str) -> int | None:

@@ -209,7 +209,7 @@ def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionC
     scores = arranged.operand(site.scores, held["scores"])
     maps = arranged.operand(site.probabilities, held["probabilities"])
     scores = _without_sinks(scores, maps)
-    seen = scores > HIDDEN
+    seen = ~(scores <= HIDDEN)  # NaN isn't hidden: it has to show
     return AttentionCall(
         arranged.q(held["q"]),
         arranged.shared(site.k, held["k"]),
@@ -282,7 +282,7 @@ def _mask(mask: Any, causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None,
         return None, None
     if mask.dtype == torch.bool:
         return mask, None
-    seen = mask > HIDDEN
+    seen = ~(mask <= HIDDEN)
     return (None if bool(seen.all()) else seen), mask
 
 

@@ -69,6 +69,13 @@ def _real(values: Tensor, inputs: Inputs, source: str, notes: list[str]) -> Tens
     if values.is_complex():
         raise UsageError(f"the probe {source} is complex: the model takes real numbers")
     pixels = values.dtype == torch.uint8 and inputs.kind == "image"
+    if not values.is_floating_point() and not pixels:
+        if inputs.kind == "image":
+            raise UsageError(
+                f"the probe {source} holds {values.dtype}, the model takes images: save pixels as "
+                "uint8 (0 to 255), or as floats, scaled as in training"
+            )
+        notes.append(f"{values.dtype} values read as real numbers".replace("torch.", ""))
     real = values if values.dtype == torch.float64 else values.float()
     if not bool(torch.isfinite(real).all()):
         bad = int((~torch.isfinite(real)).sum())

@@ -64,7 +64,8 @@ def test_table_and_trace_agree_slice_for_slice(name: str) -> None:
     model = zoo.build(name)
     names = tied(model.module)
     tensors = {n: t for n, t in model.module.state_dict().items() if names.get(n, n) == n}
-    traced = layout(trace(model.module, model.forward, model.batch), tensors)
+    found = trace(model.module, model.forward, model.batch)
+    traced = layout(found, tensors)
     stored = from_names(state_of(tensors), model.config)
     assert stored.source.startswith("family ")
     tabled = layout(stored, tensors)
@@ -77,6 +78,8 @@ def test_table_and_trace_agree_slice_for_slice(name: str) -> None:
     assert tabled.keys() == traced.keys()
     for key in traced:
         assert tabled[key] == traced[key], key
+    embeds = {c.weights[0].tensor for c in stored.components if c.embeds}
+    assert embeds == {c.weights[0].tensor for c in found.components if c.embeds}
 
 
 @pytest.mark.filterwarnings("ignore")

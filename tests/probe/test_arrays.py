@@ -131,6 +131,12 @@ def test_channels_last_keeps_every_pixel_in_its_place(tmp_path):
     assert torch.equal(found.batch["inputs"], images)
 
 
+def test_integers_are_read_as_real_numbers_and_that_is_said(tmp_path):
+    found = only(save(tmp_path / "p.npz", x=torch.arange(12).reshape(2, 6)), VECTOR)
+    assert torch.equal(found.batch["inputs"], torch.arange(12.0).reshape(2, 6))
+    assert "int64 values read as real numbers" in found.note
+
+
 def test_bytes_are_scaled_and_normalised(tmp_path):
     path = save(tmp_path / "p.npz", x=torch.full((2, 1, 4, 4), 51, dtype=torch.uint8))
     assert only(path, IMAGE).batch["inputs"].unique().item() == pytest.approx(0.2)
@@ -170,6 +176,7 @@ def test_labels_that_are_no_classes_are_left_out_and_said(tmp_path):
         (VECTOR, {"wrong": torch.zeros(2, 6)}, "no array named inputs.*holds wrong"),
         (IMAGE, {"x": torch.zeros(2, 3, 4, 4)}, r"images of 1x4x4.*\[2, 3, 4, 4\]"),
         (IMAGE, {"x": torch.zeros(2, 1, 5, 4)}, r"images of 1x4x4.*\[2, 1, 5, 4\]"),
+        (IMAGE, {"x": torch.ones(2, 1, 4, 4).long()}, r"holds torch\.int64.*images.*uint8"),
         (TOKENS, {"x": torch.tensor([[1, 20]])}, r"token id 20.*0 to 19.*another tokenizer"),
         (TOKENS, {"x": torch.tensor([[1, -1]])}, "token id -1"),
         (TOKENS, {"x": torch.zeros(1, 9).long()}, "9 tokens an input.*8 positions"),
