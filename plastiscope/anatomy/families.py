@@ -5,7 +5,8 @@ A family is a TOML file: `name`; `detect`, keys that all have to be there under 
 config has to have; `[config]`, where the config says how many heads there are (names to look for,
 or a number); and one `[[tensor]]` for each stored key: its `part`, or `into` for the parts of a
 fused tensor, its `key` with {block} (and {stage}, {expert}) for numbers, and its `layout` (see
-layout.py). `embeds` are keys of position tables, CLS and register tokens. A family of `kind = "stack"` has lists of key endings for its layers and norms instead.
+layout.py). `embeds` are keys of position tables, CLS and register tokens. A family of
+`kind = "stack"` has lists of key endings for its layers and norms instead.
 """
 
 from __future__ import annotations

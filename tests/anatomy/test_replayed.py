@@ -1,4 +1,4 @@
-"""What a replay reports of a traced network: values of units, of attention, of scopes, and reasons."""
+"""What a replay reports of a traced network: units, attention, scopes, and reasons."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_units_and_features_of_a_fused_gate(join: str) -> None:
         assert values(rows, name, 0)["feature_norm"].value == pytest.approx(norm, rel=1e-5)
     if join == "glu":
         flat = ((gate.sigmoid() < 0.01) | (gate.sigmoid() > 0.99)).double().mean().item()
-        assert 0 < flat and units["saturated_fraction"].value == pytest.approx(flat)
+        assert flat > 0 and units["saturated_fraction"].value == pytest.approx(flat)
 
 
 def test_tables_of_positions_belong_to_the_embedding() -> None:
@@ -111,7 +111,7 @@ def test_tables_of_positions_belong_to_the_embedding() -> None:
     inner = {
         n: p.detach().double()
         for n, p in net.named_parameters()
-        if n not in ("wte.weight", "wpe.weight") and p.ndim > 1 or "ln" in n and "weight" in n
+        if (n not in ("wte.weight", "wpe.weight") and p.ndim > 1) or ("ln" in n and "weight" in n)
     }
     square = sum(p.square().sum().item() for p in inner.values())
     assert found["pooled, scope=non-embedding"] == pytest.approx(square**0.5)
