@@ -9,7 +9,8 @@ from .delta import delta_heatmap, delta_heatmap_blocks
 from .depth import cls_rank
 from .draw import FIGURES, STANDARD, Drawn, draw
 from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
-from .isometry import isometry, isometry_map, isometry_types, isometry_violins, jacobian_depth, ntk
+from .isometry import isometry, isometry_map, isometry_types, isometry_violins, ntk
+from .jacobian import jacobian_depth
 from .kind import Kind
 from .law import onset_law
 from .network import dormant_layers, head_shares, network_course, probe_auc

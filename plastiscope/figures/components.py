@@ -32,7 +32,7 @@ from .selection import (
     without_heads,
 )
 from .style import Look, mark
-from .ticks import count_axis, quantity, words
+from .ticks import count_axis, quantity, stacked, words
 
 SERIES = ["block", "component", "head", "index"]
 NOT_SHOWN = ("q", "k", "v")
@@ -104,7 +104,7 @@ def draw_component_grid(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
         if place < len(blocks):
             panel.set_title(str(block) if place else f"block {block}")
         if place % len(blocks) == 0 and len(on.panels) > 1:
-            panel.set_ylabel(_stacked(words(name)), rotation=0, ha="right", va="center")
+            panel.set_ylabel(stacked(words(name)), rotation=0, ha="right", va="center")
     _say_left_out(on, len(blocks_of(data)), len(blocks))
     on.entries = {n: h for n, h in on.entries.items() if n.startswith(RUN)}
     finish_courses(on, choice, quantity(data))
@@ -113,14 +113,10 @@ def draw_component_grid(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
     return on
 
 
-def _stacked(name: str) -> str:
-    return name.replace(" ", "\n") if len(name) > 10 else name
-
-
 def weight_magnitude_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Weight magnitude and effective rank of the whole matrices of each block over checkpoints."""
     parts: list[pd.DataFrame] = []
-    for metric in (choice.metric or "weight_magnitude", "effective_rank"):
+    for metric in dict.fromkeys([choice.metric or "weight_magnitude", "effective_rank"]):
         data = pick(table, choice, metric, ("weight",))
         data = data[data["component"].isin(choice.components or PROJECTIONS)]
         if metric == "effective_rank" and parts and data.empty:
@@ -155,7 +151,7 @@ def draw_weight_magnitude(
         else:
             _projections(on, panel, here[here["block"] == block], choice)
         if place < len(metrics):
-            panel.set_title(words(metric))
+            panel.set_title(quantity(here.head(1)))
         if block is not None and place % len(metrics) == 0:
             panel.set_ylabel(f"block {block}")
     _one_scale(on, len(metrics))

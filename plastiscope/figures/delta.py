@@ -132,7 +132,7 @@ def draw_start_difference(
     rows = [name if block is None else f"{block}/{name}" for block, name in places]
     labels = [words(n) if b is None else f"{b}: {words(n)}" for b, n in places]
     data = data.drop(columns="component").rename(columns={"row": "component"})
-    title = "minus the first checkpoint"
+    title = "change from the first checkpoint"
     on = _maps(data, choice, of, axes, rows, labels, title)
     for panel in on.panels if len(places) <= 150 else ():
         for row in range(1, len(places)):

@@ -15,8 +15,9 @@ from .components import component_rank, component_rank_grid, component_stable_ra
 from .delta import delta_heatmap, delta_heatmap_blocks
 from .depth import cls_rank
 from .heads import head_magnitude, head_magnitude_map, head_rank, head_rank_map
-from .isometry import isometry, isometry_map, isometry_types, isometry_violins, jacobian_depth, ntk
-from .kind import Blocks, Kind, Names, Steps, choose
+from .isometry import isometry, isometry_map, isometry_types, isometry_violins, ntk
+from .jacobian import jacobian_depth
+from .kind import Blocks, Kind, Names, Steps, check_names, choose
 from .law import onset_law
 from .network import dormant_layers, head_shares, network_course, probe_auc
 from .selection import Choice
@@ -64,7 +65,10 @@ STANDARD = (
 
 @dataclass(frozen=True)
 class Drawn:
-    """A figure that was drawn, or the reason (`note`) why there was nothing to draw."""
+    """A figure that was drawn, or the reason (`note`) why there was nothing to draw.
+
+    The note of one that was drawn says what a reader must beware of.
+    """
 
     name: str
     files: tuple[Path, ...]
@@ -114,7 +118,7 @@ def draw(
         probe,
         subject,
     )
-    _check(table, choice)
+    check_names(table, choice)
     return [_draw(table, out_dir, kind, choice, formats, of) for kind in kinds]
 
 
@@ -132,22 +136,6 @@ def _named(names: Sequence[str] | None, metric: str | None) -> list[Kind]:
     return [kind for kind in kinds if kind.takes_metric]
 
 
-def _check(table: pd.DataFrame, choice: Choice) -> None:
-    """Names and numbers that the table doesn't have are mistakes, not missing data."""
-    asked: tuple[tuple[str, Sequence[object]], ...] = (
-        ("metric", [choice.metric] if choice.metric else []),
-        ("subject", [choice.subject] if choice.subject else []),
-        ("component", choice.components),
-        ("block", choice.blocks),
-        ("head", choice.heads),
-    )
-    for column, names in asked:
-        present = sorted(table[column].dropna().unique())
-        for name in names:
-            if name not in present:
-                raise unknown(column, str(name), present)
-
-
 def _draw(
     table: pd.DataFrame, out: Path, kind: Kind, choice: Choice, formats: Sequence[str], of: Look
 ) -> Drawn:
@@ -158,7 +146,15 @@ def _draw(
     figure = kind.draw(data, choice, of)
     stem = out / _stem(kind.name, choice)
     files = [save(figure, stem.with_name(f"{stem.name}.{ending}"), of) for ending in formats]
-    return Drawn(kind.name, (*files, _write_csv(data, stem.with_name(f"{stem.name}.csv"))))
+    numbers = _write_csv(data, stem.with_name(f"{stem.name}.csv"))
+    return Drawn(kind.name, (*files, numbers), _caution(data))
+
+
+def _caution(data: pd.DataFrame) -> str:
+    probes = {str(one) for one in data["probe"].dropna()} if "probe" in data else set()
+    if len(probes) > 1 or " and " in "".join(probes):
+        return "the runs were measured on different probes: compare their courses, not their levels"
+    return ""
 
 
 def _stem(name: str, choice: Choice) -> str:

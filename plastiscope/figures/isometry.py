@@ -1,4 +1,4 @@
-"""The study of dynamical isometry: spectra of weights, of Jacobians and of the tangent kernel."""
+"""The study of dynamical isometry: spectra of the weights and of the tangent kernel."""
 
 # pandas' stubs call a filtered frame Any where pyarrow has no types.
 # mypy: disable-error-code="no-any-return"
@@ -12,26 +12,25 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from ..errors import NotEnoughEvidenceError, UsageError
-from .delta import depth_order
+from .depth import sampled
 from .kind import Kind
 from .panels import (
     Canvas,
     canvas,
     colour_bar,
-    course,
     depth_colours,
     finish_courses,
-    legend,
     map_labels,
     picture,
     run_courses,
     runs_of,
     span,
+    visible,
     with_breaks,
 )
-from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick, spaced
+from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick
 from .style import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Look, mark
-from .ticks import count_text, label_columns, plain, words
+from .ticks import count_text, label_columns, log_scale, plain, stacked, words
 
 RANKS = ("effective_rank_squared", "effective_rank")
 QUANTITIES = {
@@ -109,18 +108,15 @@ def draw_isometry(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
             one, label = here[here["component"] == name], words(name) if len(names) > 1 else ""
             colour, marker = mark(name, names) if len(names) > 1 else (COLOURS[metric], "o")
             run_courses(on, panel, one, choice, label, colour, marker)
-        _log_scale(panel, here["value"])
-        panel.set_title(QUANTITIES[metric])
+        title, shown = QUANTITIES[metric], list(here["value"])
         if metric == "condition_number":
             panel.axhline(1, color=of.ink, linestyle="--", linewidth=0.8 * of.line)
-    finish_courses(on, choice, "")
+            title, shown = f"{title} (dashed: isometry)", [*shown, 1.0]
+        panel.set_title(title)
+        log_scale(panel, shown)
+    over = "matrices of each type" if len(names) > 1 else "all weight matrices"
+    finish_courses(on, choice, f"mean over {over}")
     return on
-
-
-def _log_scale(axes: Axes, values: pd.Series) -> None:
-    finite = values[np.isfinite(values)]
-    if len(finite) and finite.min() > 0 and finite.max() / finite.min() > 100:
-        axes.set_yscale("log")
 
 
 def isometry_map_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
@@ -128,11 +124,7 @@ def isometry_map_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     metric = choice.metric or "condition_number"
     data = _weights(table, choice, metric)
     data = demand_values(grouped(data[data["block"].notna()], choice), metric)
-    kept = [
-        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 3))]
-        for _, one in data.groupby("run", sort=False)
-    ]
-    return pd.concat(kept, ignore_index=True).assign(metric=metric)
+    return sampled(data, 3).assign(metric=metric)
 
 
 def draw_isometry_map(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
@@ -152,9 +144,9 @@ def draw_isometry_map(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes |
         values = values.reindex(index=blocks, columns=names).to_numpy(float)
         image = picture(on, panel, values, limits, "viridis")
         map_labels(panel, [str(block) for block in blocks], [])
-        label_columns(panel, [words(name) for name in names])
+        label_columns(panel, [stacked(words(name)) for name in names])
         panel.tick_params(axis="x", labelrotation=90)
-        who = f"{plain(run)}, " if len(pairs) > 3 else ""
+        who = f"{plain(run)}, " if data["run"].nunique() > 1 else ""
         panel.set_title(f"{who}{choice.x} {count_text(here['x'].iloc[0])}")
     on.panels[0].set_ylabel("block")
     colour_bar(on, image, words(str(data["metric"].iloc[0])), extend="both")
@@ -165,11 +157,7 @@ def isometry_violins_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Condition number of every matrix at five checkpoints of each run."""
     metric = choice.metric or "condition_number"
     data = demand_values(_weights(table, replace(choice, groups={}), metric), metric)
-    kept = [
-        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 5))]
-        for _, one in data.groupby("run", sort=False)
-    ]
-    return pd.concat(kept, ignore_index=True).assign(metric=metric)
+    return sampled(data, 5).assign(metric=metric)
 
 
 def draw_isometry_violins(
@@ -199,77 +187,8 @@ def _violin(axes: Axes, values: pd.Series, place: int, of: Look) -> None:
             shape.set(facecolor=SKY, alpha=0.55, linewidth=0)
         body["cmedians"].set(color=of.ink, linewidth=of.line)
     across = place + np.linspace(-0.06, 0.06, len(values))
-    axes.plot(across, values, linestyle="", marker=".", color=BLUE, markersize=of.marker * 0.8)
-
-
-def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """Quantiles of the Jacobian's singular values by component along the depth.
-
-    At the first, middle and last checkpoint; `quantile` is 0 for the least, 1 for the greatest.
-    """
-    parts = _jacobian(table, choice, "jacobian_sigma_min", 0.0)
-    parts += _jacobian(table, choice, "jacobian_sigma_max", 1.0)
-    for percent in (5, 25, 50, 75, 95):
-        word = f"sigma quantile={percent}"
-        parts += _jacobian(table, choice, "jacobian_sigma", percent / 100, word)
-    if not parts:
-        raise NotEnoughEvidenceError("the tables hold no Jacobian singular values")
-    data = pd.concat(parts, ignore_index=True)
-    data = demand_values(data[data["head"].isna()], "Jacobian singular values")
-    kept = [
-        one[one["point"].isin(spaced(sorted(int(p) for p in one["point"].unique()), 3))]
-        for _, one in data.groupby("run", sort=False)
-    ]
-    data = pd.concat(kept, ignore_index=True)
-    places = {key: place for place, key in enumerate(depth_order(data))}
-    keys = zip(data["block"], data["component"], strict=True)
-    return data.assign(place=[places[None if pd.isna(b) else int(b), name] for b, name in keys])
-
-
-def _jacobian(
-    table: pd.DataFrame, choice: Choice, metric: str, quantile: float, word: str = ""
-) -> list[pd.DataFrame]:
-    """Means over inputs; exact and estimated components have parameters of their own."""
-
-    def mean(parameters: str) -> bool:
-        parts = parameters.split(", ")
-        return parts[0] == "mean" and (not word or word in parts)
-
-    try:
-        data = pick(table, choice, metric, ("jacobian",), matching=mean)
-    except NotEnoughEvidenceError:
-        return []
-    return [] if data.empty else [grouped(data, choice).assign(quantile=quantile)]
-
-
-def draw_jacobian(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
-    """A panel a checkpoint, a line a quantile, a line at 1 (isometry), log y."""
-    order = depth_order(data)
-    pairs = [
-        (run, point)
-        for run in runs_of(data, choice)
-        for point in sorted(data.loc[data["run"] == run, "point"].unique())
-    ]
-    on = canvas(of, len(pairs), axes, columns=3, height=2.2, width=of.double)
-    quantiles = sorted(data["quantile"].unique())
-    for panel, (run, point) in zip(on.panels, pairs, strict=True):
-        here = data[(data["run"] == run) & (data["point"] == point)]
-        for colour, marker, share in zip(
-            depth_colours(len(quantiles), of), "v<os^>DP*" * 3, quantiles, strict=False
-        ):
-            one = here[here["quantile"] == share].set_index("place").reindex(range(len(order)))
-            along = pd.DataFrame({"x": one.index, "point": one.index, "value": one["value"]})
-            name = {0.0: "least", 1.0: "greatest"}.get(share, f"quantile {share:g}")
-            course(on, panel, along, name, colour=colour, marker=marker)
-        _log_scale(panel, data["value"])
-        panel.axhline(1, color=of.ink, linestyle="--", linewidth=0.8 * of.line)
-        label_columns(panel, [words(n) if b is None else f"{b}: {words(n)}" for b, n in order])
-        panel.tick_params(axis="x", labelrotation=90)
-        who = f"{plain(run)}, " if len(pairs) > 3 else ""
-        panel.set_title(f"{who}{choice.x} {count_text(here['x'].iloc[0])}")
-    on.panels[0].set_ylabel("singular values of the Jacobian")
-    legend(on)
-    return on
+    dot = {"color": visible(BLUE, of), "markersize": of.marker * 0.8}
+    axes.plot(across, values, linestyle="", marker=".", **dot)
 
 
 def ntk_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
@@ -310,7 +229,8 @@ def draw_ntk(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) ->
 def _spectrum(on: Canvas, axes: Axes, data: pd.DataFrame, choice: Choice, of: Look) -> None:
     numbers = sorted(data["index"].unique())
     for colour, number in zip(depth_colours(len(numbers), of), numbers, strict=True):
-        label = f"eigenvalue {int(number)}" if number in (numbers[0], numbers[-1]) else ""
+        named = {numbers[0]: "greatest eigenvalue", numbers[-1]: "least eigenvalue"}
+        label = named.get(number, "")
         run_courses(on, axes, data[data["index"] == number], choice, label, colour)
 
 
@@ -339,13 +259,6 @@ isometry_violins = Kind(
     "distribution of the condition numbers of all matrices at five checkpoints",
     isometry_violins_data,
     draw_isometry_violins,
-)
-jacobian_depth = Kind(
-    "jacobian-depth",
-    "quantiles of the Jacobian's singular values by depth, with a line at 1",
-    jacobian_data,
-    draw_jacobian,
-    takes_metric=False,
 )
 ntk = Kind(
     "ntk",

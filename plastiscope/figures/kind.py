@@ -10,6 +10,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from ..errors import unknown
 from .panels import Canvas
 from .selection import Choice
 from .style import Look, applied, look, settle
@@ -52,6 +53,26 @@ def _integers(given: Blocks) -> tuple[int, ...]:
     if given is None:
         return ()
     return (given,) if isinstance(given, int) else tuple(given)
+
+
+def check_names(table: pd.DataFrame, choice: Choice) -> None:
+    """Names and numbers that the table doesn't have are mistakes, not missing data."""
+    asked: tuple[tuple[str, Sequence[object]], ...] = (
+        ("metric", [choice.metric] if choice.metric else []),
+        ("subject", [choice.subject] if choice.subject else []),
+        ("component", choice.components),
+        ("block", choice.blocks),
+        ("head", choice.heads),
+        ("run", [member for members in choice.groups.values() for member in members]),
+    )
+    for column, names in asked:
+        present = set(table[column].dropna().unique()) if names else set()
+        if column == "run" and names:
+            branches = table[["run", "branch"]].drop_duplicates()
+            present |= {f"{run}/{branch}" for run, branch in branches.itertuples(index=False)}
+        for name in names:
+            if name not in present:
+                raise unknown(column, str(name), present)
 
 
 @dataclass(frozen=True)
@@ -100,6 +121,7 @@ class Kind:
             metric, block, head, component, steps, groups, x, tokens_per_step, parameters, probe,
             subject,
         )  # fmt: skip
+        check_names(table, choice)
         return self.draw(self.data(table, choice), choice, style, axes)
 
     def draw(

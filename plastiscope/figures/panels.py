@@ -24,12 +24,11 @@ from matplotlib.patches import Patch
 
 from ..errors import UsageError
 from .selection import Choice, completed, spaced
-from .style import DASHES, Look, new_figure
+from .style import DASHES, LIGHTER, Look, new_figure
 from .ticks import count_axis, count_text, label_columns, label_rows, plain
 
 MOST_PANELS = 24
 MOST_ENTRIES = 12
-MARKED = 14
 RUN = "run: "
 
 
@@ -85,8 +84,8 @@ def canvas(
 
 def even_columns(count: int, columns: int) -> int:
     """`columns`, or one more or less where that leaves fewer gaps in the last row."""
-    if count <= columns:
-        return count
+    if columns == 1 or count <= columns:
+        return min(count, columns)
     return min((columns, columns + 1, columns - 1), key=lambda n: -count % n if n > 1 else count)
 
 
@@ -120,7 +119,7 @@ def course(
         color=colour,
         linestyle=dash,
         marker=marker or "o",
-        markevery=_marked(y, bool(marker)),
+        markevery=_marked(y, _most_marks(on, axes) if marker else 0),
         linewidth=line or on.look.line,
         label=plain(name),
     )
@@ -143,21 +142,25 @@ def _parted(one: pd.DataFrame) -> pd.DataFrame:
 
 
 def visible(colour: Any, of: Look) -> Any:
-    """A dark colour lightened on dark paper."""
-    red, green, blue = matplotlib.colors.to_rgb(colour)
+    """The colour that stands for this one on dark paper."""
     dark_paper = sum(matplotlib.colors.to_rgb(of.paper)) < 1.5
-    if not dark_paper or 0.21 * red + 0.72 * green + 0.07 * blue > 0.42:
-        return colour
-    return tuple(0.6 * part + 0.4 for part in (red, green, blue))
+    return LIGHTER.get(colour, colour) if dark_paper else colour
 
 
-def _marked(y: np.ndarray[Any, Any], marked: bool) -> list[int]:
+def _most_marks(on: Canvas, axes: Axes) -> int:
+    """How many markers have room side by side."""
+    points = axes.bbox.width * 72 / on.figure.dpi
+    return max(1, int(points / (2.2 * max(on.look.marker, 1))))
+
+
+def _marked(y: np.ndarray[Any, Any], most: int) -> list[int]:
+    """Every point, or at most so many evenly spaced; with none, those that stand alone."""
     known = np.isfinite(y)
     padded = np.concatenate([[False], known, [False]])
     alone = known & ~padded[:-2] & ~padded[2:]
     some = set(np.flatnonzero(alone).tolist())
-    if marked:
-        some |= set(range(0, len(y), max(1, math.ceil(len(y) / MARKED))))
+    if most:
+        some |= set(range(0, len(y), max(1, math.ceil(len(y) / most))))
     return sorted(some)
 
 
@@ -218,7 +221,7 @@ def _capped(names: list[str], most: int, kept: int) -> list[str]:
 def depth_colours(count: int, of: Look) -> list[Any]:
     """Colours from the first block to the last, readable on the look's paper."""
     light = sum(matplotlib.colors.to_rgb(of.paper)) > 1.5
-    ends = (0.0, 0.88) if light else (0.22, 1.0)
+    ends = (0.0, 0.88) if light else (0.35, 1.0)
     return [matplotlib.colormaps["viridis"](place) for place in np.linspace(*ends, count)]
 
 
@@ -244,8 +247,8 @@ def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False
 
 
 def bottom(on: Canvas) -> list[Axes]:
-    """The panels of the last row."""
-    return on.panels[(len(on.panels) - 1) // on.columns * on.columns :]
+    """The last panel of each column."""
+    return on.panels[-on.columns :]
 
 
 def symmetric_limit(values: Any) -> float:

@@ -72,9 +72,10 @@ def pick(
     first); without any, the first subject that has the metric. `tokens` None means all tokens.
     Where rows of several parameters exist, the first of `parameters` that is there is the default;
     with `matching`, all rows whose parameters match are taken (they differ by component).
+    Of several probes, the one chosen, or else the one that a run has most rows of.
     Columns of the result: run, checkpoint, x, point (rank of the checkpoint within its run), block,
     component, head, index (floats, NaN for null), segment, value, standard_error, maximum, rows,
-    columns, status, subject, parameters.
+    columns, status, subject, parameters, probe.
 
     Raises NotEnoughEvidenceError when nothing is left, with the reason.
     """
@@ -90,8 +91,10 @@ def pick(
         rows = _one(rows, "parameters", choice.parameters, parameters)
     else:
         rows = rows[[matching(str(text)) for text in rows["parameters"]]]
-    rows = _one(rows, "probe", choice.probe)
-    rows = _named_runs(rows, choice)
+    # Each run has a probe of its own: that of another run would leave it without rows.
+    own = [_one(one, "probe", choice.probe) for _, one in rows.groupby("run", observed=True)]
+    rows = pd.concat(own).sort_index(kind="stable")
+    rows = _named_runs(rows)
     rows["x"] = _x(rows, choice)
     return _unambiguous(rows, metric)
 
@@ -122,7 +125,9 @@ def _group(data: pd.DataFrame, name: str, members: list[str]) -> pd.DataFrame:
     known = set(data["run"])
     for member in members:
         if member not in known:
-            raise unknown("run", member, known)
+            raise NotEnoughEvidenceError(
+                f"run {member!r} has no value here, so group {name!r} has no mean"
+            )
     extra = [column for column in ("series",) if column in data]
     keys = ["x", "block", "component", "head", "index", *extra]
     mine = data[data["run"].isin(members)].sort_values("point", kind="stable")
@@ -134,9 +139,9 @@ def _group(data: pd.DataFrame, name: str, members: list[str]) -> pd.DataFrame:
     if incomplete.all():
         raise NotEnoughEvidenceError(f"the runs of group {name!r} share no point of the x axis")
     rank = {x: place for place, x in enumerate(sorted(result["x"].unique()))}
-    return result.assign(
-        run=name, checkpoint="", point=result["x"].map(rank), status="ok", standard_error=np.nan
-    )
+    probes = sorted(set(mine["probe"].dropna())) if "probe" in mine else []
+    result = result.assign(run=name, checkpoint="", point=result["x"].map(rank), status="ok")
+    return result.assign(standard_error=np.nan, probe=" and ".join(probes) or None)
 
 
 def ordered(components: Sequence[str]) -> list[str]:
@@ -260,7 +265,7 @@ def _most_frequent(column: pd.Series, present: Sequence[str]) -> str:
     return max(present, key=lambda name: (name == "", counts[name]))
 
 
-def _named_runs(rows: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+def _named_runs(rows: pd.DataFrame) -> pd.DataFrame:
     """Plain columns, floats for nullable integers, and the branch in the name where there are two.
 
     A run of two branches is two courses: joining their points would invent a jump.
@@ -312,4 +317,4 @@ def _unambiguous(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
         "columns",
         "status",
     ]
-    return rows[[*PLACE, *keep, "subject", "parameters"]]
+    return rows[[*PLACE, *keep, "subject", "parameters", "probe"]]

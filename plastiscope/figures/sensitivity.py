@@ -24,7 +24,7 @@ from .panels import (
 )
 from .selection import Choice, demand_values, grouped, ordered, pick
 from .style import BLUE, Look, mark
-from .ticks import count_axis, label_columns, words
+from .ticks import count_axis, count_text, label_columns, log_scale, words
 
 RATES = ("rate_of_change", "rate_of_change_embedding")
 
@@ -63,11 +63,20 @@ def draw_rate(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -
     for name in names:
         one = along[along["component"] == name]
         run_courses(on, panel, one, choice, words(name), *mark(name, names))
+    log_scale(panel, data["low"].fillna(data["value"]))
     count_axis(panel.xaxis, 8)
+    if on.own:
+        panel.set_title(_when(data, choice))
     panel.set_xlabel("block")
     panel.set_ylabel(words(str(data["metric"].iloc[0])))
     legend(on)
     return on
+
+
+def _when(data: pd.DataFrame, choice: Choice) -> str:
+    """Which checkpoint it is: the last of each run."""
+    last = data.groupby("run", sort=False)["x"].max()
+    return f"at {choice.x} " + ", ".join(count_text(x) for x in dict.fromkeys(last))
 
 
 def rate_box_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
@@ -97,6 +106,7 @@ def draw_rate_box(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
         for line in box["fliers"]:
             line.set(markersize=of.marker, markeredgecolor=of.ink)
     label_columns(panel, labels)
+    log_scale(panel, data["value"])
     panel.set_ylabel(words(str(data["metric"].iloc[0])))
     return on
 
@@ -126,6 +136,8 @@ def draw_rate_bound(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | N
             course(on, panel, limit, "bound", colour=of.ink, dash="--")
         panel.set_yscale("log", nonpositive="mask")
         panel.set_title(words(name))
+    if on.own:
+        on.figure.suptitle(_when(data, choice), fontsize=of.font)
     finish_courses(on, choice, words(str(data["metric"].iloc[0])))
     for panel in bottom(on):
         panel.set_xlabel("block")

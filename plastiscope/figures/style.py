@@ -30,6 +30,7 @@ _lock = threading.RLock()
 # it shows on white.
 BLUE, RED, GREEN, ORANGE = "#0072B2", "#D55E00", "#009E73", "#E69F00"
 SKY, PURPLE, OLIVE, GREY = "#56B4E9", "#CC79A7", "#A89A00", "#8C8C8C"
+INDIGO, NAVY, LAVENDER = "#4B3B8F", "#00386B", "#7F9FE0"
 MARKS: dict[str, tuple[str, str]] = {
     "embedding": (PURPLE, "o"),
     "norm1": (SKY, "v"),
@@ -37,7 +38,7 @@ MARKS: dict[str, tuple[str, str]] = {
     "k": (RED, "s"),
     "v": (GREEN, "^"),
     "attention_output": (BLUE, "D"),
-    "attention": (BLUE, "D"),
+    "attention": (INDIGO, "h"),
     "residual1": (PURPLE, "P"),
     "norm2": (OLIVE, "<"),
     "gate": (ORANGE, "h"),
@@ -54,7 +55,9 @@ MARKS: dict[str, tuple[str, str]] = {
     "head": (ORANGE, "*"),
 }
 # Beside other components q, k and v are shades of blue: alone, blue, red and green.
-BLUES = {"q": BLUE, "k": SKY, "v": "#00386B", "attention_output": "#7F9FE0"}
+BLUES = {"q": BLUE, "k": SKY, "v": NAVY, "attention_output": LAVENDER}
+# On dark paper: lightened, and still apart.
+LIGHTER = {BLUE: "#3D9BE0", SKY: "#A5DBFF", NAVY: "#6F5FE0", LAVENDER: "#B9B4FF", INDIGO: "#A08CF0"}
 OTHERS = ((PURPLE, "*"), (OLIVE, "d"), (GREY, "H"), (SKY, ">"), (ORANGE, "h"), (GREEN, "8"))
 DASHES: tuple[Any, ...] = ("-", "--", ":", "-.", (0, (5, 1, 1, 1, 1, 1)), (0, (1, 3)))
 

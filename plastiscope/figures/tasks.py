@@ -68,7 +68,8 @@ def draw_accuracy(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
     names = {"task": f"{metric} of each task", "probe": f"{metric} on the probe"}
     for series in data["series"].unique():
         own = series in names
-        name, colour, marker = names.get(series, series), *((BLUE, "o") if own else (ORANGE, ""))
+        name, colour = names.get(series, series), BLUE if own else ORANGE
+        marker = "o" if own and data["x"].nunique() <= 40 else ""
         run_courses(on, on.panels[0], data[data["series"] == series], choice, name, colour, marker)
     tasks = "task" in data["series"].unique() and choice.x == "step"
     finish_courses(on, replace(choice, x="task") if tasks else choice, words(metric))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,18 @@ def quantity(data: pd.DataFrame) -> str:
     return words(metric) + of + (f" ({plain(parameters[0])})" if len(parameters) == 1 else "")
 
 
+def stacked(name: str) -> str:
+    """A long name in two lines."""
+    return name.replace(" ", "\n", 1) if len(name) > 10 else name
+
+
+def log_scale(axes: Axes, values: Iterable[float]) -> None:
+    """A logarithmic y axis where all values are positive and span more than a factor of 100."""
+    finite = [value for value in values if math.isfinite(value)]
+    if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
+        axes.set_yscale("log")
+
+
 def label_columns(axes: Axes, labels: Sequence[str]) -> None:
     """One label under each column of a picture; those that would touch are taken out later."""
     _fix(axes.xaxis, np.arange(len(labels), dtype=float), labels)
@@ -108,7 +120,7 @@ def _thin(axis: Axis, side: int) -> bool:
     boxes = [label.get_window_extent().get_points()[:, side] for label in labels]
     middles = np.array([box.mean() for box in boxes])
     extent = np.array([box[1] - box[0] for box in boxes])
-    air = 0.6 * extent.min() if side == 0 else 0.0
+    air = 0.6 * extent.min() if side == 0 and labels[0].get_rotation() == 0 else 0.0
     stride = next(n for n in range(1, len(labels) + 1) if _apart(middles[::n], extent[::n], air))
     if stride > 1:
         axis.set_major_locator(FixedLocator(list(axis.get_majorticklocs())[::stride]))

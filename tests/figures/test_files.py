@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import warnings
+from itertools import combinations
 from pathlib import Path
 
 import matplotlib
@@ -15,11 +16,14 @@ import numpy as np
 import pandas as pd
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from PIL import Image
 
 from plastiscope import figures
 from plastiscope.errors import UnreadableError, UsageError
+from plastiscope.figures import panels
+from plastiscope.figures.style import mark
 from plastiscope.store import Row, checkpoint_file, write
 
 spec = importlib.util.spec_from_file_location("tables", Path(__file__).with_name("tables.py"))
@@ -190,7 +194,7 @@ def test_labels_never_touch(tmp_path_factory, kind, style):
             for make in (tables.transformer, tables.study):
                 out = base / make.__name__
                 tables.table(out, make, f"run{seed}", 8, 1_234_567, seed=seed, blocks=3)
-    studies = ("isometry", "sensitivity", "network", "law", "tasks")
+    studies = ("isometry", "jacobian", "sensitivity", "network", "law", "tasks")
     other = kind.data.__module__.endswith(studies) and kind.name != "dormant-layers"
     source = base / ("study" if other else "transformer")
     rows = figures_table(source)
@@ -247,6 +251,19 @@ def test_style_file(table, tmp_path):
     bad.write_bytes(b"\xff\xfe\x00font.size: 1")
     with pytest.raises(UnreadableError, match="style file"):
         figures.component_rank(table, style=bad)
+
+
+def test_components_drawn_together_look_different():
+    parts = ["norm1", "attention", "attention_output", "residual1", "norm2", "fc1", "activation",
+             "fc2", "residual2", "q", "k", "v"]  # fmt: skip
+    for of in (figures.PAPER, figures.DARK):
+        for among in (parts, parts[:9], ["q", "k", "v"], ["embedding", "head", "final_norm"]):
+            marks = [(panels.visible(c, of), m) for c, m in (mark(name, among) for name in among)]
+            assert len(set(marks)) == len(among)
+    blues = [panels.visible(mark(name, parts)[0], figures.DARK) for name in "qkv"]
+    distances = [np.linalg.norm(np.subtract(to_rgb(a), to_rgb(b)))
+                 for a, b in combinations(blues, 2)]  # fmt: skip
+    assert min(distances) > 0.3
 
 
 def test_names_that_would_break_a_picture(tmp_path):

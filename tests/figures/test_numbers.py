@@ -14,7 +14,6 @@ from matplotlib.figure import Figure
 
 from plastiscope import figures
 from plastiscope.errors import NotEnoughEvidenceError, UsageError
-from plastiscope.figures import law, network
 from plastiscope.figures.kind import choose
 from plastiscope.figures.panels import symmetric_limit
 from plastiscope.store import Row
@@ -68,7 +67,7 @@ def test_delta_heatmap_of_two_chosen_blocks(tmp_path):
     values = [{(b, "fc1"): float(10**b) for b in range(4)}] * 2
     shown = image(figures.delta_heatmap(small(tmp_path, values), block=(1, 2)))
     np.testing.assert_array_equal(shown.get_array(), [[90, 90]])
-    with pytest.raises(UsageError, match="no block 9"):
+    with pytest.raises(UsageError, match="unknown block '9': known: 0, 1, 2, 3"):
         figures.delta_heatmap(small(tmp_path, values), block=(0, 9))
 
 
@@ -174,6 +173,21 @@ def test_cls_rank_follows_the_depth(tmp_path):
     np.testing.assert_array_equal(last.get_ydata(), expected)
 
 
+@pytest.mark.parametrize(("blocks", "labels"), [(3, 27), (30, 30)])
+def test_depth_names_every_place_or_every_block(tmp_path, blocks, labels):
+    axes = figures.cls_rank(tables.table(tmp_path, points=2, blocks=blocks)).axes[0]
+    texts = [text.get_text() for text in axes.get_xticklabels()]
+    assert len(texts) == labels
+    if blocks == 3:
+        assert texts[:2] == ["embedding", "0: norm 1"] and texts[-2:] == ["final norm", "head"]
+        assert axes.get_xlabel() == ""
+    else:
+        assert texts == [str(n) for n in range(30)]
+        said = axes.get_xlabel().replace("\n", " ")
+        assert said.startswith("block; from left to right in each: norm 1, attention output,")
+        assert said.endswith("Outside: embedding, final norm, head")
+
+
 def test_a_network_without_cls_says_so(tmp_path):
     with pytest.raises(NotEnoughEvidenceError, match="CLS"):
         figures.cls_rank(tables.table(tmp_path, cls=False, points=2))
@@ -213,6 +227,31 @@ def test_group_is_mean_and_standard_deviation(tmp_path):
     (band,) = figure.axes[0].collections
     heights = band.get_paths()[0].vertices[:, 1]
     assert heights.max() == pytest.approx(6 + np.std([2, 4, 12], ddof=1))
+
+
+def test_runs_with_probes_of_their_own_are_all_shown(tmp_path):
+    parts = []
+    for run, probe, ranks in (("a", "p", [1.0, 2.0, 3.0]), ("b", "q", [4.0, 5.0])):
+        made = small(tmp_path / run, [{(0, "fc1"): rank} for rank in ranks], run=run)
+        parts.append(made.assign(probe=probe))
+    table = pd.concat(parts, ignore_index=True)
+    data = figures.component_rank.data(table, choose())
+    assert data.groupby("run")["value"].agg(list).to_dict() == {"a": [1, 2, 3], "b": [4, 5]}
+    (drawn,) = figures.draw(table, tmp_path / "f", ["component-rank"], ["png"])
+    assert "different probes" in drawn.note and len(drawn.files) == 2
+    group = {"both": ["a", "b"]}
+    (drawn,) = figures.draw(table, tmp_path / "g", ["component-rank"], ["png"], groups=group)
+    assert "different probes" in drawn.note
+    alone = figures.draw(parts[0], tmp_path / "h", ["component-rank"], ["png"])
+    assert alone[0].note == ""
+
+
+def test_a_group_needs_the_metric_in_every_run(tmp_path):
+    ranks = small(tmp_path / "a", [{(0, "fc1"): 1.0}], run="a")
+    other = small(tmp_path / "b", [{(0, "fc1"): 1.0}], run="b").assign(metric="stable_rank")
+    table = pd.concat([ranks, other], ignore_index=True)
+    with pytest.raises(NotEnoughEvidenceError, match="run 'b' has no value here"):
+        figures.component_rank(table, groups={"both": ["a", "b"]})
 
 
 def test_a_group_with_a_failed_run_has_no_mean(tmp_path):
@@ -261,67 +300,6 @@ def test_whole_component_is_the_mean_over_heads_only_when_every_head_has_a_value
     assert data["head_mean"].iloc[0]
 
 
-def test_running_mean_of_accuracy_stops_at_a_missing_task(tmp_path):
-    accuracies = [0.9, 0.7, None, 0.5]
-
-    def make(point):
-        status = "ok" if accuracies[point] is not None else "unreadable"
-        return [Row("accuracy", "task", accuracies[point], status=status)]
-
-    data = figures.accuracy.data(tables.table(tmp_path, make, points=4), choose())
-    series = {name: part["value"].tolist() for name, part in data.groupby("series")}
-    np.testing.assert_allclose(series["task"], [0.9, 0.7, np.nan, 0.5])
-    np.testing.assert_allclose(series["running mean (AAT)"], [0.9, 0.8, np.nan, np.nan])
-
-
-def test_isometry_is_the_plain_mean_over_whole_matrices(tmp_path):
-    def make(point):
-        rows = [
-            Row("squared_singular_value", "weight", value, name, 0, head, parameters=part)
-            for name, head, values in (("q", None, (9, 1, 4)), ("fc1", None, (1, 0.5, 0.8)),
-                                       ("q", 0, (100, 100, 100)))
-            for part, value in zip(("max", "min", "mean"), values, strict=True)
-        ]  # fmt: skip
-        rows.append(Row("squared_singular_value", "weight", 7.0, "network", parameters="max"))
-        rows.append(Row("condition_number", "weight", 3.0 if point else None, "q", 0))
-        return [*rows, Row("condition_number", "weight", 5.0, "fc1", 0)]
-
-    data = figures.isometry.data(tables.table(tmp_path, make, points=2), choose())
-    both = data.pivot(index="metric", columns="x", values="value")
-    assert both.loc["sigma_squared_max"].tolist() == [5, 5]
-    assert both.loc["sigma_squared_min"].tolist() == [0.75, 0.75]
-    assert both.loc["sigma_squared_mean"].tolist() == [2.4, 2.4]
-    np.testing.assert_array_equal(both.loc["condition_number"], [np.nan, 4])
-    assert (data["matrices"] == 2).all()
-
-
-def test_network_totals_are_the_pooled_ones(tmp_path):
-    def make(point):
-        return [
-            Row("weight_magnitude", "weight", 1.0, "fc", 0),
-            Row("weight_magnitude", "weight", 2.0 + point, "network", parameters="pooled"),
-            Row("weight_magnitude", "weight", 5.0, "network", parameters="mean"),
-        ]
-
-    data = figures.network_course.data(tables.table(tmp_path, make, points=2), choose())
-    assert data["value"].tolist() == [2, 3]
-
-
-def test_probe_accuracy_gets_no_running_mean(tmp_path):
-    def make(point):
-        return [Row("accuracy", "output", 0.5 + point / 10, "head")]
-
-    data = figures.accuracy.data(tables.table(tmp_path, make, points=3), choose())
-    assert data["series"].unique().tolist() == ["probe"]
-    np.testing.assert_allclose(data["value"], [0.5, 0.6, 0.7])
-
-
-def test_running_mean_over_some_tasks_is_not_called_aat(tmp_path):
-    table = tables.table(tmp_path, lambda point: [Row("accuracy", "task", 0.5)], points=3)
-    data = figures.accuracy.data(table.assign(task=table["task"] * 10), choose())
-    assert set(data["series"]) == {"task", "running mean of these tasks"}
-
-
 def test_a_course_stops_where_the_shape_changed(tmp_path):
     table = small(tmp_path, [{(0, "fc1"): float(v)} for v in (1, 2, 30, 31)])
     table = table.assign(segment=[0, 0, 1, 1])
@@ -329,66 +307,6 @@ def test_a_course_stops_where_the_shape_changed(tmp_path):
     np.testing.assert_array_equal(line.get_ydata(), [1, 2, np.nan, 30, 31])
     shown = image(figures.delta_heatmap_blocks(table)).get_array()
     np.testing.assert_array_equal(np.ma.filled(shown, np.nan), [[0, 1, np.nan, np.nan]])
-
-
-def test_isometry_map_is_clipped_to_the_2nd_and_98th_percentile(tmp_path):
-    rng = np.random.default_rng(0)
-    values = rng.uniform(1, 2, (3, 50))
-    values[1, 7] = 1e9
-
-    def make(point):
-        return [
-            Row("condition_number", "weight", float(value), "fc1", block)
-            for block, value in enumerate(values[point])
-        ]
-
-    figure = figures.isometry_map(tables.table(tmp_path, make, points=3))
-    panels = [axes for axes in figure.axes if axes.images]
-    low, high = np.percentile(values, (2, 98))
-    assert len(panels) == 3
-    for axes in panels:
-        assert axes.images[0].get_clim() == pytest.approx((low, high))
-
-
-@pytest.mark.parametrize(
-    ("values", "place"),
-    [
-        ([9, 4, 1, 0, 1, 4, 9, 16], 3),
-        ([5, 4, 3, 2, 1, 0], None),
-        ([0, 1, 2, 3, 4, 5], 1),
-        ([0, 3, 6, 3, 0, 3, 6, 9], 4),
-        ([9, 4, math.nan, 0, 1, 4, 9], None),
-        ([1, 2], None),
-    ],
-)
-def test_onset_is_where_the_moving_average_rises_for_good(values, place):
-    assert network.onset_place(np.array(values, float)) == place
-
-
-def test_law_of_the_study():
-    """The study's eight models give its published fit."""
-    sizes = np.array([5, 12, 27, 39, 53, 83, 106, 314]) * 1e6
-    onsets = np.array([6, 6, 16, 18, 54, 54, 62, 118.0])
-    fit = law.fit_law(sizes, onsets)
-    slope, intercept = np.polyfit(np.log(sizes), np.log(onsets), 1)
-    assert fit.exponent == pytest.approx(slope)
-    assert fit.intercept == pytest.approx(intercept)
-    assert fit.exponent == pytest.approx(0.8269, abs=0.02)
-    assert fit.r_squared == pytest.approx(0.8969, abs=0.02)
-    assert fit.exponent_error == pytest.approx(0.1027, abs=0.02)
-
-
-@pytest.mark.parametrize(
-    ("freedom", "quantile"), [(1, 12.7062), (2, 4.30265), (6, 2.44691), (30, 2.04227)]
-)
-def test_student_quantile(freedom, quantile):
-    assert law.student_quantile(freedom) == pytest.approx(quantile, rel=1e-4)
-
-
-def test_rate_band_is_1_96_standard_errors(tmp_path):
-    data = figures.rate_of_change.data(tables.table(tmp_path, tables.study, points=2), choose())
-    np.testing.assert_allclose(data["high"] - data["value"], 0.196)
-    assert data["x"].unique().tolist() == [1000]
 
 
 def test_forked_branches_are_two_courses(tmp_path):
@@ -404,22 +322,6 @@ def test_choice_of_head(tmp_path):
     assert [axes.get_title() for axes in figure.axes] == ["head 1", "head 3"]
     chosen = replace(choose(), heads=(0,))
     assert set(figures.head_rank.data(table, chosen)["head"]) == {0}
-
-
-def test_jacobian_quantiles_of_exact_and_estimated_components(tmp_path):
-    data = figures.jacobian_depth.data(tables.table(tmp_path, tables.study, points=3), choose())
-    assert sorted(data["quantile"].unique()) == [0, 0.05, 0.25, 0.5, 0.75, 0.95, 1]
-    assert set(data["component"]) == {"norm1", "attention_output", "norm2", "fc1", "fc2"}
-    median = data[data["quantile"] == 0.5]
-    assert (median["value"] == 1.0).all() and len(median) == 3 * 3 * 5
-    greatest = data[(data["quantile"] == 1) & (data["x"] == 2000)]
-    assert (greatest["value"] == 5.0).all()
-
-
-def test_bounds_of_every_component_are_drawn(tmp_path):
-    data = figures.rate_bound.data(tables.table(tmp_path, tables.study, points=2), choose())
-    assert len(data) == 15
-    np.testing.assert_allclose(data["bound"], 40 * data["value"])
 
 
 def test_labels_say_what_the_numbers_are(tmp_path):
