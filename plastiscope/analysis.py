@@ -18,7 +18,7 @@ from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
 from .network import usable_device
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
-from .session import Session
+from .session import ON_REQUEST, Session
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,12 @@ class Analyzed:
     empty: Mapping[str, str]
     assumed: tuple[str, ...]
     missing: str | None
+
+    @property
+    def costs(self) -> dict[str, float]:
+        """About how many seconds each family of metrics that wasn't asked for would take."""
+        parts = [store.read_facts(file).get("costs", {}) for file in self.files]
+        return _summed(parts)
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,11 @@ class Analysis:
         return cast("pd.DataFrame", frame[ours].reset_index(drop=True))
 
     @property
+    def costs(self) -> dict[str, float]:
+        """The costs of all runs, family by family."""
+        return _summed([analyzed.costs for analyzed in self.runs])
+
+    @property
     def failures(self) -> tuple[str, ...]:
         """One line for each file that should have been measured and wasn't."""
         skipped = [
@@ -63,6 +74,13 @@ class Analysis:
         ]
         failed = [f"{a.run.name}/{n}: {why}" for a in self.runs for n, why in a.failed.items()]
         return (*skipped, *failed)
+
+
+def _summed(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The sum of each family's costs, in the order in which families are named."""
+    listed = list(parts)
+    named = [name for name in ON_REQUEST if any(name in part for part in listed)]
+    return {name: sum(part.get(name, 0.0) for part in listed) for name in named}
 
 
 def analyze(

@@ -114,9 +114,13 @@ def jacobian_rows(
     """Of every component that is a module, of every block and of the whole network."""
     assert network.live is not None
     live = network.live
-    places = _keyed({**_modules(network), **_blocks(network), WHOLE: ""})
-    found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
+    found = observe_jacobians(live.module, live.forward, batch, jacobian_places(network), seed=seed)
     yield from _rows(found, "jacobian", chosen)
+
+
+def jacobian_places(network: Network) -> dict[Hashable, str]:
+    """The paths of all modules whose Jacobian is taken, by component and block."""
+    return _keyed({**_modules(network), **_blocks(network), WHOLE: ""})
 
 
 def _modules(network: Network) -> dict[Where, str]:

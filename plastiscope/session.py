@@ -16,6 +16,7 @@ import torch
 from . import metrics, probe, store
 from .checkpoints import Checkpoint, Run, State
 from .config import Settings
+from .costs import costs
 from .derivatives import (
     first_inputs,
     gradient_rows,
@@ -35,6 +36,8 @@ from .replay import Replay, Sampling
 from .reporter import Reporter
 from .weigh import Earlier, Read, Scales
 
+ON_REQUEST = ("ntk", "jacobian", "sensitivity")
+"""Families of metrics whose cost is told where they aren't measured."""
 DIFFERENCES = frozenset({"weight_change", "weight_drift", "ntk_drift"})
 """Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
 
@@ -47,6 +50,7 @@ class Session:
     ) -> None:
         self.run, self.settings, self.chosen, self.reporter = run, settings, chosen, reporter
         self.networks: dict[str, Network] = {}
+        self.costs: dict[int, dict[str, float]] = {}
         self.kernels: dict[tuple[str, str], dict[tuple[str, Hashable], Kernel]] = {}
         self.files: list[Path] = []
         self.failed: dict[str, str] = {}
@@ -158,9 +162,19 @@ class Session:
             "notes": list(state.notes),
             "settings": {k: str(v) for k, v in asdict(self.settings).items()},
             "environment": _environment(),
+            "costs": self._costs(network),
             "seconds": round(time.perf_counter() - started, 3),
         }
         store.write(file, rows, common, key, facts)
+
+    def _costs(self, network: Network) -> dict[str, float]:
+        """About how long, in seconds, what wasn't asked for would take; empty where it all was."""
+        missing = [name for name in ON_REQUEST if not wants(name, self.chosen)]
+        if self.settings.only or not missing:
+            return {}
+        if id(network) not in self.costs:
+            self.costs[id(network)] = costs(network, self.settings)
+        return {n: s for n, s in self.costs[id(network)].items() if n in missing}
 
     def _segments(
         self, position: int, network: Network

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -94,6 +94,24 @@ class Terminal:
         figures = analysis.out / "figures"
         if figures.exists():
             self.output.print(f"figures  {figures}", markup=False, soft_wrap=True)
+        if request := on_request(analysis.costs):
+            self.output.print(request, style="dim", soft_wrap=True)
+
+
+def on_request(costs: Mapping[str, float]) -> str | None:
+    """The line that says what the measures on request would take; None when there are none."""
+    if not costs:
+        return None
+    times = [duration(seconds) for seconds in costs.values()]
+    listed = " and ".join([", ".join(times[:-1]), times[-1]] if len(times) > 1 else times)
+    return f"--with {','.join(costs)} would add about {listed}"
+
+
+def duration(seconds: float) -> str:
+    """Roughly: "1 s" at least, minutes from 90 s, hours from 90 min."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{round(seconds / 3600)} h"
 
 
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
