@@ -23,6 +23,9 @@ from plastiscope.models.names import match
 from plastiscope.models.outputs import positional
 
 
+IMAGE_POOLS = (nn.MaxPool2d, nn.AvgPool2d)
+
+
 class Chain(nn.Module):
     """Modules at the paths of the checkpoint's own names, run one after another."""
 
@@ -138,6 +141,8 @@ def read_geometry(
     convs = [layer for layer in layers if layer.kind == "conv"]
     if not convs:
         return None, 0
+    if len({conv.axes for conv in convs}) > 1:
+        raise not_a_chain("it has convolutions along one axis and along two")
     linear = next((layer for layer in layers if layer.kind == "linear"), None)
     if linear is None:
         raise not_a_chain("it has convolutions and no linear layer to give its outputs")
@@ -198,6 +203,7 @@ def _module(
     if layer.kind.startswith("batch_norm"):
         affine = layer.kind == "batch_norm"
         image = _is_image(before) or (not before and plan is not None)
+        image = image and plan is not None and plan.axes == 2
         kind = nn.BatchNorm2d if image else nn.BatchNorm1d
         return kind(layer.given, affine=affine)
     if layer.kind == "layer_norm" and _is_image(before):
@@ -222,11 +228,12 @@ def _fill(
         parts.append(("activation", hints.ACTIVATIONS[activation]()))
     if plan and following.kind in WEIGHTED and _is_image(layers[: number + 1]):
         if conv in plan.pooled:
-            pool = nn.MaxPool2d if plan.pool == "max" else nn.AvgPool2d
-            parts.append(("pool", pool(plan.pool_size)))
+            kinds = (nn.MaxPool1d, nn.AvgPool1d) if plan.axes == 1 else IMAGE_POOLS
+            parts.append(("pool", kinds[plan.pool != "max"](plan.pool_size)))
         if following.kind == "linear":
             if plan.collapse:
-                parts.append(("collapse", nn.AdaptiveAvgPool2d(1)))
+                average = nn.AdaptiveAvgPool1d if plan.axes == 1 else nn.AdaptiveAvgPool2d
+                parts.append(("collapse", average(1)))
             parts.append(("flatten", nn.Flatten()))
     path = layers[number].path
     container = layers[number].container
@@ -243,6 +250,8 @@ def _fill(
 def inputs_of(layers: Sequence[Layer], plan: Geometry | None) -> Inputs:
     """What the first layer takes."""
     classes = next(layer.given for layer in reversed(layers) if layer.kind in WEIGHTED)
+    if plan and plan.axes == 1:
+        return Inputs("vector", plan.shape, classes=classes)
     if plan:
         return Inputs("image", plan.image, resizable=plan.collapse, classes=classes)
     return Inputs("vector", (layers[0].taken,), classes=classes)
@@ -268,7 +277,7 @@ def describe(
         )
         if plan.collapse:
             parts.append("each channel averaged at the end")
-        parts.append(f"input {'x'.join(map(str, plan.image))}")
+        parts.append(f"input {'x'.join(map(str, plan.shape))}")
     line = f"assumed: {', '.join(parts)}, layers run one after another without skip connections"
     if alternatives:
         line += f"; {alternatives} other readings fit the sizes as well"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -19,6 +19,8 @@ from plastiscope.models.live import ModelError
 USUAL = (28, 32, 64, 84, 96, 224)
 UNUSUAL = (8, 12, 14, 16, 20, 24, 36, 40, 42, 48, 56, 80, 100, 112, 128)
 BY_CHANNELS = {1: 28, 3: 32, 4: 84}
+# Lengths that are tried for convolutions along one axis.
+LENGTHS = range(4, 4097)
 INPUT_KEYS = (
     "input_shape",
     "in_shape",
@@ -36,7 +38,8 @@ INPUT_KEYS = (
 class Geometry:
     """A reading of a CNN: `strides` and `paddings` a convolution, `pooled` the convolutions that a
     pooling follows, its kind ("max" or "avg") and size; `collapse` averages each channel at the
-    end; `image` is the input [C, h, w] and `rows` x `columns` what is flattened."""
+    end; `image` is the input [C, h, w], h = 1 where convolutions go along one of the `axes` alone,
+    and `rows` x `columns` what is flattened."""
 
     strides: tuple[int, ...]
     paddings: tuple[int, ...]
@@ -46,6 +49,12 @@ class Geometry:
     collapse: bool
     image: tuple[int, int, int]
     flat: tuple[int, int] = (1, 1)
+    axes: int = 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The input [C, h, w], or [C, length]."""
+        return self.image if self.axes == 2 else (self.image[0], self.image[2])
 
 
 @dataclass(frozen=True)
@@ -109,6 +118,9 @@ def _candidates(clues: Clues) -> Iterator[tuple[float, Geometry]]:
 def _unusual(size: tuple[int, int], clues: Clues) -> float:
     if len(clues.sizes) == 1 or size[0] == BY_CHANNELS.get(clues.channels):
         return 0.0
+    if clues.sizes[0][0] == 1:
+        length = size[1]
+        return 0.5 if length % 100 == 0 or length & (length - 1) == 0 else 4.0
     return 0.5 if size[0] in USUAL else 4.0
 
 
@@ -116,17 +128,19 @@ def _run(convs: Sequence[Layer], flat: int, candidate: Geometry) -> Geometry | N
     high, wide = candidate.image[1:]
     for number, conv in enumerate(convs):
         stride, padding = candidate.strides[number], candidate.paddings[number]
-        high = (high + 2 * padding - conv.kernel[0]) // stride + 1
+        if conv.axes == 2:
+            high = (high + 2 * padding - conv.kernel[0]) // stride + 1
         wide = (wide + 2 * padding - conv.kernel[1]) // stride + 1
         if number in candidate.pooled:
-            high, wide = high // candidate.pool_size, wide // candidate.pool_size
+            high = high // candidate.pool_size if conv.axes == 2 else high
+            wide = wide // candidate.pool_size
         if high < 1 or wide < 1:
             return None
     if candidate.collapse:
         high = wide = 1
     if convs[-1].given * high * wide != flat:
         return None
-    return Geometry(**{**candidate.__dict__, "flat": (high, wide)})
+    return replace(candidate, flat=(high, wide), axes=convs[0].axes)
 
 
 def gather(
@@ -138,7 +152,13 @@ def gather(
 ) -> Clues:
     """The values to try: what the user says, else what the checkpoint says, else the usual."""
     pool, pool_size, poolings = _poolings(convs, flat, slots, extras, assume)
-    channels, sizes = _sizes(convs[0].taken, extras, assume)
+    read = _sizes if convs[0].axes == 2 else _lengths
+    channels, sizes = read(convs[0].taken, extras, assume)
+    if len(sizes) == len(LENGTHS) and flat == convs[-1].given:
+        raise not_a_chain(
+            "how long its inputs are isn't stored, and it may average over them: say it with "
+            f"--assume input={channels}x128"
+        )
     return Clues(
         strides=_per_conv(convs, "stride", extras, assume) or _usual_strides(convs),
         paddings=_per_conv(convs, "padding", extras, assume) or _usual_paddings(convs),
@@ -152,19 +172,19 @@ def gather(
 
 def _usual_strides(convs: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
     count = len(convs)
-    nature = tuple({8: 4, 4: 2, 3: 1}.get(conv.kernel[0], 1) for conv in convs)
+    nature = tuple({8: 4, 4: 2, 3: 1}.get(conv.kernel[1], 1) for conv in convs)
     ones, twos = (1,) * count, (2,) * count
     # Kernels of 8, 4 and 3 are the network of the Nature paper on Atari, whose strides are known.
-    if [conv.kernel[0] for conv in convs] == [8, 4, 3]:
+    if [conv.kernel[1] for conv in convs] == [8, 4, 3]:
         return (nature, ones, twos)
-    patches = tuple(conv.kernel[0] for conv in convs)
+    patches = tuple(conv.kernel[1] for conv in convs)
     return tuple(dict.fromkeys((ones, twos, (2,) + (1,) * (count - 1), patches)))
 
 
 def _usual_paddings(convs: Sequence[Layer]) -> tuple[tuple[int, ...], ...]:
-    same = tuple(conv.kernel[0] // 2 for conv in convs)
+    same = tuple(conv.kernel[1] // 2 for conv in convs)
     none = (0,) * len(convs)
-    if any(conv.kernel[0] % 2 == 0 for conv in convs):
+    if any(conv.kernel[1] % 2 == 0 for conv in convs):
         return tuple(dict.fromkeys((none, same)))
     return tuple(dict.fromkeys((same, none)))
 
@@ -237,3 +257,22 @@ def _sizes(
     side = math.isqrt(shape[0] // channels)
     squares = [(side, side)] if side * side * channels == shape[0] else []
     return channels, (*squares, (shape[0], shape[0]))
+
+
+def _lengths(
+    channels: int, extras: Mapping[str, Any], assume: Mapping[str, str]
+) -> tuple[int, tuple[tuple[int, int], ...]]:
+    """Channels and sizes (1, length) for convolutions along one axis."""
+    shape = hints.input_shape(extras, assume, INPUT_KEYS)
+    if shape is None:
+        return channels, tuple((1, length) for length in LENGTHS)
+    if len(shape) == 2 and shape[0] != channels and shape[1] == channels:
+        shape = shape[::-1]
+    if len(shape) > 2 or (len(shape) == 2 and shape[0] != channels):
+        raise ModelError(
+            f"the input is said to be {'x'.join(map(str, shape))}, but the first convolution "
+            f"takes {channels} channels along one axis: correct it with --assume "
+            f"input={channels}x128"
+        )
+    lengths = {shape[-1]} if len(shape) == 2 else {shape[0], max(1, shape[0] // channels)}
+    return channels, tuple((1, length) for length in sorted(lengths))

@@ -32,7 +32,8 @@ ORDERS_TRIED = 5000
 @dataclass(frozen=True)
 class Layer:
     """One layer with parameters. `taken` and `given` are its input and output channels (for a norm
-    both are its size); `kernel` is a convolution's; `bias` tells whether there is one."""
+    both are its size); `kernel` is a convolution's, over `axes` axes (along one axis it is 1 high);
+    `bias` tells whether there is one."""
 
     path: str
     kind: str
@@ -40,6 +41,7 @@ class Layer:
     given: int
     kernel: tuple[int, int] = (1, 1)
     bias: bool = True
+    axes: int = 2
 
     @property
     def container(self) -> str:
@@ -95,6 +97,8 @@ def _by_shape(path: str, shape: tuple[int, ...], bias: bool) -> Layer:
         return Layer(path, "linear", shape[1], shape[0], bias=bias)
     if len(shape) == 4:
         return Layer(path, "conv", shape[1], shape[0], (shape[2], shape[3]), bias)
+    if len(shape) == 3:
+        return Layer(path, "conv", shape[1], shape[0], (1, shape[2]), bias, axes=1)
     if len(shape) == 1 and bias:
         return Layer(path, "layer_norm", shape[0], shape[0])
     if shape == (1,):
@@ -228,12 +232,13 @@ def _may_precede(layer: Layer, other: Layer) -> bool:
 
 def make(layer: Layer, before: int, stride: int = 1, padding: int = 0) -> nn.Module:
     """The module of a layer that is given `before` channels."""
+    convolution: type[nn.Conv1d | nn.Conv2d] = nn.Conv1d if layer.axes == 1 else nn.Conv2d
     makers: dict[str, Callable[[], nn.Module]] = {
         "linear": lambda: nn.Linear(layer.taken, layer.given, bias=layer.bias),
-        "conv": lambda: nn.Conv2d(
+        "conv": lambda: convolution(
             before,
             layer.given,
-            layer.kernel,
+            layer.kernel[-layer.axes :],
             stride,
             padding,
             groups=before // layer.taken,

@@ -86,6 +86,8 @@ def _real(values: Tensor, inputs: Inputs, source: str, notes: list[str]) -> Tens
 
 
 def _vector(values: Tensor, inputs: Inputs, source: str, notes: list[str]) -> Tensor:
+    if len(inputs.shape) == 2:
+        return _series(values, inputs.shape, source, notes)
     width = inputs.shape[0]
     if values.ndim == 1 or math.prod(values.shape[1:]) != width:
         raise UsageError(
@@ -95,6 +97,23 @@ def _vector(values: Tensor, inputs: Inputs, source: str, notes: list[str]) -> Te
     if values.ndim > 2:
         notes.append(f"inputs {list(values.shape[1:])} flattened to {width} features")
     return values.flatten(1)
+
+
+def _series(values: Tensor, shape: tuple[int, ...], source: str, notes: list[str]) -> Tensor:
+    """Channels along one axis [B, C, L]."""
+    channels, length = shape
+    if values.ndim == 2 and values.shape[1] == channels * length:
+        notes.append(f"inputs of {values.shape[1]} values read as {channels}x{length}")
+        values = values.reshape(-1, channels, length)
+    if values.shape[1:] == (length, channels) and channels != length:
+        notes.append("channels moved from the last axis to the first")
+        values = values.transpose(1, 2).contiguous()
+    if values.shape[1:] != (channels, length):
+        raise UsageError(
+            f"the model takes {channels} channels of {length} values, the probe {source} has shape "
+            f"{list(values.shape)}"
+        )
+    return values
 
 
 def _image(values: Tensor, inputs: Inputs, source: str, notes: list[str]) -> Tensor:

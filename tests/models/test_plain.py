@@ -255,6 +255,30 @@ def test_sizes_that_fit_nothing_are_refused(state_of):
         build(state, None, {"input": "8 by 8"})
 
 
+def test_convolutions_along_one_axis(state_of):
+    """Batch norm, pooling and the length found from the sizes; a length that's said counts."""
+    layers = (
+        nn.Conv1d(3, 8, 5, padding=2), nn.BatchNorm1d(8), nn.ReLU(), nn.MaxPool1d(2),
+        nn.Conv1d(8, 6, 3, padding=1), nn.ReLU(), nn.MaxPool1d(2), nn.Flatten(), nn.Linear(150, 4),
+    )  # fmt: skip
+    model = Held(*layers)
+    model(torch.randn(16, 3, 100) + 1)
+    live = assert_same(model, torch.randn(2, 3, 100), state_of)
+    assert (live.inputs.kind, live.inputs.shape, live.inputs.classes) == ("vector", (3, 100), 4)
+    assert (
+        "padding 2,1, max pooling of 2 after convolution 1, 2, input 3x100" in live.assumptions[0]
+    )
+    mean = (
+        nn.Conv1d(1, 8, 7, stride=2), nn.ReLU(), nn.Conv1d(8, 6, 3), nn.ReLU(),
+        nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(6, 4),
+    )  # fmt: skip
+    assume = {"input": "1x187", "stride": "2,1", "padding": "0", "pool": "global"}
+    live = assert_same(Held(*mean), torch.randn(2, 1, 187), state_of, assume)
+    assert live.inputs.shape == (1, 187)
+    with pytest.raises(ModelError, match="takes 3 channels along one axis"):
+        build(state_of(model.state_dict()), None, {"input": "1x28x28"})
+
+
 class Dueling(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -289,7 +313,14 @@ class Recurrent(nn.Module):
         (Recurrent(), "plain MLP or CNN"),
         (nn.Sequential(nn.Embedding(5, 6), nn.LayerNorm(3), nn.Linear(6, 3)), "widths"),
         (nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(4, 3)), "widths"),
-        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Linear(6, 3)), "shape alone"),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Linear(6, 3)), "widths"),
+        (nn.Sequential(nn.Conv1d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Linear(4, 3)), "along one axis"),
+        (
+            nn.Sequential(
+                nn.Conv1d(2, 4, 3), nn.AdaptiveAvgPool1d(1), nn.Flatten(), nn.Linear(4, 3)
+            ),
+            "how long its inputs are",
+        ),
         (
             nn.Sequential(nn.Conv2d(2, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(), nn.Linear(64, 3)),
             "groups",

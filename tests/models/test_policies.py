@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import zipfile
+
 import pytest
 import torch
 from torch import nn
 
+import plastiscope
 from plastiscope import checkpoints
+from plastiscope.config import Settings
 from plastiscope.models import ModelError, build, load
 
 
@@ -184,6 +189,44 @@ def test_what_isn_t_replayed_is_said(state_of, name, why):
     }
     with pytest.raises(ModelError, match=why):
         build(state_of(tensors))
+
+
+@pytest.mark.parametrize("kind", ["Stable-Baselines3", "rsl_rl"])
+def test_recurrent_policies_are_measured_by_weight(tmp_path, kind):
+    """Every tensor has its magnitude, every matrix its rank, and what isn't replayed is said."""
+    torch.manual_seed(0)
+    names = ("lstm_actor", "lstm_critic") if kind[0] == "S" else ("memory_a.rnn", "memory_c.rnn")
+    cell = nn.LSTM if kind[0] == "S" else nn.GRU
+    tensors = {f"{n}.{k}": t for n in names for k, t in cell(5, 8).state_dict().items()}
+    if kind[0] == "S":
+        for name, (rows, columns) in {
+            "mlp_extractor.policy_net.0": (6, 8),
+            "mlp_extractor.value_net.0": (6, 8),
+            "action_net": (2, 6),
+            "value_net": (1, 6),
+        }.items():
+            linear = nn.Linear(columns, rows)
+            tensors |= {f"{name}.{k}": t for k, t in linear.state_dict().items()}
+        with zipfile.ZipFile(tmp_path / "model_100_steps.zip", "w") as archive:
+            content = io.BytesIO()
+            torch.save(tensors, content)
+            archive.writestr("policy.pth", content.getvalue())
+            archive.writestr("data", "{}")
+    else:
+        for name in ("actor", "critic"):
+            tensors |= {f"{name}.{k}": t for k, t in mlp(8, 2).state_dict().items()}
+        torch.save({"model_state_dict": tensors, "iter": 100}, tmp_path / "model_100.pt")
+    table = plastiscope.analyze(tmp_path, Settings(out=tmp_path / "out")).table()
+    sizes = table[(table["metric"] == "weight_l2") & table["tensor"].notna()]
+    found = dict(zip(sizes["tensor"], sizes["value"], strict=True))
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert found[name] == pytest.approx(tensor.double().norm().item())
+    ranks = table[(table["metric"] == "effective_rank") & table["tensor"].notna()]
+    assert set(ranks["tensor"]) == {n for n, t in tensors.items() if t.ndim == 2 and len(t) > 1}
+    assert not set(table["subject"]) & {"feature", "unit"}
+    with pytest.raises(ModelError, match=rf"is recurrent \({names[0]}.*isn't replayed.*--model"):
+        build(checkpoints.discover(tmp_path)[0].checkpoints[0].open())
 
 
 def test_against_the_library(state_of):

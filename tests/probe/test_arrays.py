@@ -124,6 +124,16 @@ def test_images_in_other_layouts(tmp_path, array, expected, note):
     assert found.batch["inputs"].shape == expected and note in found.note
 
 
+@pytest.mark.parametrize("shape", [(2, 3, 5), (2, 5, 3), (2, 15)])
+def test_channels_along_one_axis(tmp_path, shape):
+    values = torch.arange(30.0).reshape(2, 3, 5)
+    given = values.transpose(1, 2) if shape == (2, 5, 3) else values.reshape(shape)
+    path = save(tmp_path / "p.npz", x=given.contiguous())
+    assert torch.equal(only(path, Inputs("vector", (3, 5))).batch["inputs"], values)
+    with pytest.raises(UsageError, match="3 channels of 4 values"):
+        only(path, Inputs("vector", (3, 4)))
+
+
 def test_channels_last_keeps_every_pixel_in_its_place(tmp_path):
     images = torch.randn(2, 3, 4, 5)
     inputs = Inputs("image", (3, 4, 5))
