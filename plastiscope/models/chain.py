@@ -22,7 +22,6 @@ from plastiscope.models.live import Inputs, Live
 from plastiscope.models.names import match
 from plastiscope.models.outputs import positional
 
-
 IMAGE_POOLS = (nn.MaxPool2d, nn.AvgPool2d)
 
 

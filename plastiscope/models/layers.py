@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, islice
+from typing import Any
 
 from torch import nn
 
@@ -232,7 +233,7 @@ def _may_precede(layer: Layer, other: Layer) -> bool:
 
 def make(layer: Layer, before: int, stride: int = 1, padding: int = 0) -> nn.Module:
     """The module of a layer that is given `before` channels."""
-    convolution: type[nn.Conv1d | nn.Conv2d] = nn.Conv1d if layer.axes == 1 else nn.Conv2d
+    convolution: Any = nn.Conv1d if layer.axes == 1 else nn.Conv2d
     makers: dict[str, Callable[[], nn.Module]] = {
         "linear": lambda: nn.Linear(layer.taken, layer.given, bias=layer.bias),
         "conv": lambda: convolution(

@@ -213,6 +213,7 @@ def test_recurrent_policies_are_measured_by_weight(tmp_path, kind):
             archive.writestr("policy.pth", content.getvalue())
             archive.writestr("data", "{}")
     else:
+        tensors["std"] = torch.ones(2)
         for name in ("actor", "critic"):
             tensors |= {f"{name}.{k}": t for k, t in mlp(8, 2).state_dict().items()}
         torch.save({"model_state_dict": tensors, "iter": 100}, tmp_path / "model_100.pt")
