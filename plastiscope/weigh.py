@@ -5,7 +5,7 @@ Axes: matrices are [out, in]; a component's heads are stacked as [H, dh, in].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,10 +52,7 @@ class Scales:
 
     def weigh(self, anatomy: Anatomy) -> list[Row]:
         """The rows of every component's matrices and heads, then of the whole network."""
-        parts: list[tuple[Component, tuple[Matrix, ...], bool]] = []
-        for component in anatomy.components:
-            parts += [(component, (matrix,), False) for matrix in component.weights]
-            parts += [(component, component.heads, True)] if component.heads else []
+        parts = list(_measured(anatomy))
         found = in_threads(lambda part: self._observe(*part), parts)
         rows: list[Row] = []
         for part, weight in zip(parts, found, strict=True):
@@ -134,6 +131,18 @@ class Scales:
         if 0 < len(inner) < len(self.seen):
             rows += weight_totals(inner, scope="scope=non-embedding", only=self.only)
         return rows
+
+
+def _measured(anatomy: Anatomy) -> Iterator[tuple[Component, tuple[Matrix, ...], bool]]:
+    """What is measured: (component, matrix or heads, whether it's heads). Of weights that several
+    blocks share, the first block's alone."""
+    known: set[tuple[str, tuple[Matrix, ...]]] = set()
+    for component in anatomy.components:
+        cuts = [((matrix,), False) for matrix in component.weights]
+        for matrices, stacked in [*cuts, (component.heads, True)]:
+            if matrices and (component.name, matrices) not in known:
+                known.add((component.name, matrices))
+                yield component, matrices, stacked
 
 
 def cover(anatomy: Anatomy, names: Collection[str]) -> Anatomy:

@@ -50,6 +50,7 @@ def resident() -> int:
 
 @pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs Linux's /proc")
 def test_fifty_replays_leave_no_hooks_and_no_memory() -> None:
+    """R16."""
     (run,) = discover(SAMPLES / "mlp")
     net = open_network(run.checkpoints[-1].open(), run.path, Settings())
     assert net.live is not None
@@ -66,6 +67,7 @@ def test_fifty_replays_leave_no_hooks_and_no_memory() -> None:
 
 
 def test_an_exception_in_the_replay_leaves_no_hooks() -> None:
+    """R16."""
     (run,) = discover(SAMPLES / "mlp")
     net = open_network(run.checkpoints[-1].open(), run.path, Settings())
     assert net.live is not None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from plastiscope.anatomy import trace
+from plastiscope.checkpoints import discover
+from plastiscope.config import Settings
 from plastiscope.models.live import Inputs, Live
+from plastiscope.network import open_network
+from plastiscope.observations import observe_ntk
 from plastiscope.replay import Replay, Sampling
 from plastiscope.store import Row
 from plastiscope.weigh import Scales
@@ -118,3 +124,105 @@ def test_tables_of_positions_belong_to_the_embedding() -> None:
     tables = net.wte.weight.detach().double(), net.wpe.weight.detach().double()
     both = square + sum(t.square().sum().item() for t in tables)
     assert found["pooled"] == pytest.approx(both**0.5)
+
+
+def weighed(net: nn.Module, x: Tensor, *metrics: str) -> list[Row]:
+    anatomy = trace(net, inputs_to(net), {"inputs": x[:2]})
+    return Scales(net.get_parameter, str, frozenset(metrics)).weigh(anatomy)
+
+
+def test_weights_that_blocks_share_are_measured_once() -> None:
+    """R05: features for every depth, one row of the weight."""
+    net = FusedGPT(layers=1)
+    net.blocks = nn.ModuleList([net.blocks[0], net.blocks[0], net.blocks[0]])
+    rows = [r for r in weighed(net, TOKENS, "effective_rank", "weight_l2") if r.tensor]
+    places = [(r.component, r.head, r.metric, r.tensor) for r in rows]
+    assert len(places) == len(set(places))
+    assert {r.block for r in rows if r.component in ("q", "fc1", "norm1")} == {0}
+    seen = replayed(net, TOKENS, "effective_rank")
+    assert {r.block for r in seen if r.component == "fc1"} == {0, 1, 2}
+
+
+def test_a_gain_stored_as_an_offset_is_one_when_it_is_zero() -> None:
+    """M07: Gemma's norm of zeros has gain 1; Llama's has gain 0, and that is flagged."""
+
+    class Offset(nn.Module):
+        def __init__(self, offset: float) -> None:
+            super().__init__()
+            self.offset = offset
+            self.weight = nn.Parameter(torch.zeros(24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scaled = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+            return scaled * (1.0 + self.weight if self.offset else self.weight)
+
+    for offset, magnitude, status in ((1.0, 1.0, "ok"), (0.0, 0.0, "zero_matrix")):
+        net = FusedGPT(layers=1)
+        net.blocks[0].ln_1 = Offset(offset)
+        rows = weighed(net, TOKENS, "weight_magnitude")
+        (row,) = [r for r in rows if (r.component, r.block) == ("norm1", 0)]
+        assert (row.value, row.status) == (magnitude, status)
+
+
+def test_average_pooling_has_no_cls_token() -> None:
+    """M14: null with its reason, everywhere; with a token that is read, a value."""
+
+    class Pooled(FusedGPT):
+        def __init__(self, first: bool) -> None:
+            super().__init__(ExplicitAttention, layers=1)
+            self.first, self.cls = first, nn.Parameter(torch.randn(1, 1, 24))
+            self.blocks[0].attn.mix = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+            self.embed = nn.Linear(3, 24)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.cat([self.cls.expand(len(x), -1, -1), self.embed(x)], 1)
+            x = self.ln_f(self.blocks[0](x))
+            return self.head(x[:, 0] if self.first else x[:, 1:].mean(1))
+
+    x = torch.randn(6, 7, 3, generator=torch.Generator().manual_seed(0))
+    for first in (False, True):
+        rows = replayed(Pooled(first).eval(), x, "effective_rank")
+        cls = [r for r in rows if r.tokens == "cls" and r.component in ("fc2", "norm1", "q")]
+        assert len(cls) == 3
+        if first:
+            assert all(r.value is not None and r.value >= 1 for r in cls)
+        else:
+            assert {(r.value, r.status) for r in cls} == {(None, "no_cls_token")}
+
+
+def test_kernel_of_fused_and_of_explicit_attention() -> None:
+    """R12: the same to 1e-5."""
+    torch.manual_seed(0)
+    nets = [FusedGPT(a, 12, 3, 1, 7, 6) for a in (FlashAttention, ExplicitAttention)]
+    nets[1].load_state_dict(nets[0].state_dict())
+    batch = {"inputs": torch.randint(7, (4, 6))}
+    kernels = [
+        observe_ntk(net.eval(), inputs_to(net), batch, function="mean_logit", seed=0)
+        for net in nets
+    ]
+    for key, kernel in kernels[0].items():
+        torch.testing.assert_close(
+            torch.as_tensor(kernel.gram), torch.as_tensor(kernels[1][key].gram),
+            rtol=1e-5, atol=1e-8,
+        )  # fmt: skip
+
+
+def test_norms_in_the_table_are_those_of_the_file() -> None:
+    """M16: nothing is folded or centred before it's measured."""
+    folder = Path(__file__).parents[2] / "sample_checkpoints" / "gpt"
+    (run,) = discover(folder)
+    state = run.checkpoints[-1].open()
+    net = open_network(state, run.path, Settings())
+    scales = Scales(
+        net.reader(state), lambda n: net.counted_name(state, n), frozenset({"weight_l2"})
+    )
+    square: dict[str, float] = defaultdict(float)
+    for row in scales.weigh(net.anatomy):
+        if row.tensor is not None and row.head is None and row.component != "head":
+            assert row.value is not None
+            square[row.tensor] += row.value**2
+    weights = {n for n, i in state.tensors.items() if i.kind == "weight" and i.alias_of is None}
+    assert square.keys() == weights
+    for name in weights:
+        norm = state.read(name).double().norm().item()
+        assert square[name] ** 0.5 == pytest.approx(norm, rel=1e-6)
