@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -31,19 +30,24 @@ WHERE = 30
 """Characters of a place in the summary, so that its six columns fit 80."""
 
 
+def _console(stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
+    """A console that prints names and docstrings as they are: `[dh, fan_in]` is no markup."""
+    return Console(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, markup=False)
+
+
 class Terminal:
     """Reports an analysis: notes and progress on standard error, the summary on standard output."""
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.notes = Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
-        self.output = Console(quiet=quiet, highlight=False)
+        self.notes = _console(stderr=True, quiet=quiet, soft_wrap=True)
+        self.output = _console(quiet=quiet)
         self.live = self.notes.is_terminal and not quiet
         self.progress = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
-            TextColumn("{task.fields[at]}"),
+            TextColumn("{task.fields[at]}", markup=False),
             TimeRemainingColumn(),
             console=self.notes,
             disable=not self.live,
@@ -60,7 +64,7 @@ class Terminal:
         self.progress.stop()
 
     def say(self, line: str) -> None:
-        self.notes.print(line, markup=False)
+        self.notes.print(line)
 
     def start(self, run: str, total: int) -> None:
         if self.task is not None:
@@ -89,11 +93,11 @@ class Terminal:
             if missing:
                 self.output.print(f"  Features, units and attention are missing: {missing}")
         for line in analysis.failures:
-            self.output.print(f"not measured: {line}", markup=False, soft_wrap=True)
-        self.output.print(f"tables   {analysis.out / 'metrics'}", markup=False, soft_wrap=True)
+            self.output.print(f"not measured: {line}", soft_wrap=True)
+        self.output.print(f"tables   {analysis.out / 'metrics'}", soft_wrap=True)
         figures = analysis.out / "figures"
         if figures.exists():
-            self.output.print(f"figures  {figures}", markup=False, soft_wrap=True)
+            self.output.print(f"figures  {figures}", soft_wrap=True)
         if request := on_request(analysis.costs):
             self.output.print(request, style="dim", soft_wrap=True)
 
@@ -117,8 +121,8 @@ def duration(seconds: float) -> str:
 def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
     """The verdict and, for each sign, the two places that moved most."""
     console.print()
-    console.print(f"[bold]{escape(diagnosis.run)}[/]  {_span(diagnosis)}")
-    console.print(f"[bold]{diagnosis.verdict}[/]")
+    console.print(Text.assemble((diagnosis.run, "bold"), f"  {_span(diagnosis)}"))
+    console.print(diagnosis.verdict, style="bold")
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), header_style="dim")
     for heading, justify in (
         ("sign", "left"), ("moved", "right"), ("most in", "left"),
@@ -134,7 +138,7 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(f"measured only {' and '.join(part)}: see `plastiscope inspect`")
     left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
     if left_out:
-        console.print(f"[dim]no value: {', '.join(left_out)} rows[/]")
+        console.print(f"no value: {', '.join(left_out)} rows", style="dim")
     console.print()
 
 
@@ -150,10 +154,10 @@ def _short(where: str) -> str:
 
 
 def _add_finding(table: Table, finding: Finding) -> None:
-    sign = f"[red]{finding.sign.name}[/]" if finding.present else finding.sign.name
+    sign = Text(finding.sign.name, style="red" if finding.present else "")
     moved = f"{finding.moved}/{len(finding.movements)}"
     for position, movement in enumerate(finding.movements[:2]):
-        head = (sign, moved) if position == 0 else ("", "")
+        head = (sign, moved) if position == 0 else (Text(), "")
         percent = not finding.sign.relative
         table.add_row(
             *head,
@@ -189,14 +193,18 @@ def _error(movement: Movement, percent: bool) -> str:
 
 def print_inspection(found: dict[str, Any], verify: bool = False) -> None:
     """Runs, checkpoints in order, what was skipped, the model and its parts."""
-    console = Console(highlight=False)
+    console = _console()
     for run in found["runs"]:
-        console.print(f"[bold]{run['name']}[/]  {len(run['checkpoints'])} checkpoints", end="\n\n")
-        console.print(_checkpoints(run["checkpoints"]))
+        count = len(run["checkpoints"])
+        said = f"  {count or 'no readable'} checkpoint{'' if count == 1 else 's'}"
+        console.print(Text.assemble((run["name"], "bold"), said))
+        if count:
+            console.print()
+            console.print(_checkpoints(run["checkpoints"]))
         for title, lines in _remarks(run):
-            console.print(f"\n[bold]{title}[/]")
+            console.print(f"\n{title}", style="bold")
             for line in lines:
-                console.print(f"  {line}", markup=False)
+                console.print(f"  {line}")
         for network in run["architectures"].values():
             _print_network(console, network, verify)
 
@@ -233,11 +241,11 @@ def _remarks(run: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
 
 def _print_network(console: Console, network: dict[str, Any], verify: bool) -> None:
     model = network["model"] or f"no live model: {network['missing']}"
-    console.print(f"\n[bold]model[/]  {model}", soft_wrap=True)
+    console.print(Text.assemble(("\nmodel", "bold"), f"  {model}"), soft_wrap=True)
     for line in network["assumptions"]:
-        console.print(f"  {line}", markup=False, soft_wrap=True)
+        console.print(f"  {line}", soft_wrap=True)
     for probe in network["probes"]:
-        console.print(f"  probe: {probe['source']}, {probe['inputs']} inputs", markup=False)
+        console.print(f"  probe: {probe['source']}, {probe['inputs']} inputs")
     table = _table("component", "blocks", "heads", "replayed", "tensors")
     for members in _alike(network["components"]):
         first = members[0]
@@ -253,9 +261,9 @@ def _print_network(console: Console, network: dict[str, Any], verify: bool) -> N
     console.print(table)
     for name, tensors in (("buffers", network["buffers"]), ("no data", network["no_data"])):
         if tensors:
-            console.print(f"{name}: {', '.join(tensors)}", markup=False)
+            console.print(f"{name}: {', '.join(tensors)}")
     for name, other in network["tied"].items():
-        console.print(f"tied: {name} is {other}", markup=False)
+        console.print(f"tied: {name} is {other}")
     for proof in network["proofs"]:
         if not proof["ok"]:
             console.print(f"attention of block {proof['block']}: REFUSED: {proof['why']}")
@@ -299,16 +307,16 @@ def print_rows(rows: pd.DataFrame) -> None:
     """A table of rows; what is the same in all of them is said once, above."""
     from .show import compact, texts
 
-    console = Console(highlight=False)
+    console = _console()
     kept, same = compact(rows)
     if same:
-        console.print(", ".join(f"{k} {v}" for k, v in same.items()), markup=False)
+        console.print(", ".join(f"{k} {v}" for k, v in same.items()))
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
     for name, kind in kept.dtypes.items():
         right = pd.api.types.is_numeric_dtype(kind)
         table.add_column(str(name), justify="right" if right else "left")
     for row in texts(kept):
-        table.add_row(*(Text(cell) for cell in row))
+        table.add_row(*row)
     console.print(table)
 
 
@@ -316,7 +324,7 @@ def print_explanation(metric: str | None) -> None:
     """One metric's explanation, or the list of all."""
     from .metrics import METRICS, explain
 
-    console = Console(highlight=False)
+    console = _console()
     if metric is None:
         table = Table(box=None, pad_edge=False)
         table.add_column("metric", no_wrap=True)
@@ -326,7 +334,8 @@ def print_explanation(metric: str | None) -> None:
         console.print(table)
         return
     found = explain(metric)
-    console.print(f"[bold]{found.name}[/] (version {found.version})  {found.definition}\n")
+    said = f" (version {found.version})  {found.definition}\n"
+    console.print(Text.assemble((found.name, "bold"), said))
     table = Table.grid(padding=(0, 2))
     for title, text in (
         ("formula", found.formula),
@@ -341,5 +350,5 @@ def print_explanation(metric: str | None) -> None:
         ("by default", "yes" if found.default else f"no: --with {found.name}"),
     ):
         if text:
-            table.add_row(title, Text(text))
+            table.add_row(title, text)
     console.print(table)

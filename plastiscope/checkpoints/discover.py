@@ -122,6 +122,8 @@ class _Search:
         ]
 
     def _run(self, group: Group, name: str, path: str) -> Run:
+        if not group.members:
+            return Run(name, self.source.place.shown(path), (), group.skipped, (), ())
         members, steps = group.members, step_of_each(group.members, self.source.options.order)
         known = Members(self.source, members, steps)
         skipped = list(group.skipped)

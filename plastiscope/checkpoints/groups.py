@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import PurePosixPath
 
 from plastiscope.checkpoints.names import (
     natural,
@@ -35,23 +36,37 @@ class Group:
 def group_opened(
     opened: Sequence[Opened], skipped: Sequence[tuple[str, Skipped]], order: str
 ) -> list[Group]:
-    """Runs by folder and by name. With an order given by the user, a folder is one run."""
+    """Runs by folder and by name. With an order given by the user, a folder is one run.
+
+    A folder of nothing but unreadable files is a run without members."""
     groups: list[Group] = []
     folders = dict.fromkeys(member.unit.group for member in opened)
     for folder in sorted(folders, key=natural):
         here = [member for member in opened if member.unit.group == folder]
         groups += _in_folder(folder, here, order)
     for folder, left in skipped:
-        at = _owner(groups, folder, left.name)
-        groups[at] = replace(groups[at], skipped=(*groups[at].skipped, left))
-    return groups
+        at = _owner(groups, folder, left)
+        if at is None:
+            groups.append(Group("", folder, (), (left,)))
+        else:
+            groups[at] = replace(groups[at], skipped=(*groups[at].skipped, left))
+    return sorted(groups, key=lambda group: natural(group.folder))
 
 
-def _owner(groups: Sequence[Group], folder: str, name: str) -> int:
+def _owner(groups: Sequence[Group], folder: str, left: Skipped) -> int | None:
+    """The group that lists what was left out; None where an unreadable file belongs to no run
+    that can be read, and so is a run by itself."""
     here = [at for at, group in enumerate(groups) if group.folder == folder]
-    same = [at for at in here if groups[at].label == template(name)]
-    above = [at for at, group in enumerate(groups) if folder.startswith(group.folder)]
-    return (same or here or above or [0])[0]
+    same = [at for at in here if groups[at].label == template(left.name)]
+    above = [at for at, group in enumerate(groups) if _is_within(folder, group.folder)]
+    found = same or here or above[-1:]
+    if not found and not left.unreadable:
+        return 0
+    return found[0] if found else None
+
+
+def _is_within(folder: str, other: str) -> bool:
+    return PurePosixPath(folder).is_relative_to(PurePosixPath(other))
 
 
 def _in_folder(folder: str, here: list[Opened], order: str) -> list[Group]:

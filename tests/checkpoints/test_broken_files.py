@@ -42,6 +42,21 @@ def test_partial_last_checkpoints_are_listed_not_fatal(tmp_path, table, one_run)
         discover(tmp_path, Options(strict=True))
 
 
+def test_a_folder_of_broken_files_is_a_run_of_its_own(tmp_path, table):
+    for folder in ("run1", "run10", "run2"):
+        (tmp_path / folder).mkdir()
+        torch.save(table(1), tmp_path / folder / "step_1.pt")
+    (tmp_path / "run10" / "step_1.pt").write_bytes(b"")
+    (tmp_path / "run10" / "step_2.pt").write_bytes(b"")
+    runs = discover(tmp_path)
+    assert [(r.name, len(r.checkpoints), len(r.skipped)) for r in runs] == [
+        ("run1", 1, 0),
+        ("run2", 1, 0),
+        ("run10", 0, 2),
+    ]
+    assert runs[2].path == str(tmp_path / "run10")
+
+
 @pytest.mark.parametrize("cut", [0.02, 0.3, 0.7, 0.99])
 @pytest.mark.parametrize("new", [True, False])
 def test_cut_files_say_truncated(tmp_path, table, cut, new):
