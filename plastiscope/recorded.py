@@ -1,6 +1,8 @@
 """The results that a run recorded of itself: `results.csv` beside the checkpoints.
 
-Columns task, step, and accuracy or loss: how well each task was learned right after it.
+Columns step, perhaps task, and one or more of accuracy and loss (how well each task was learned
+right after it), probe_auc (area under the loss of a probing task trained from there: the lower, the
+more plastic) and parameter_count.
 """
 
 from __future__ import annotations
@@ -17,7 +19,13 @@ from .metrics import Place, measure
 from .observations import TaskAccuracies
 
 NAME = "results.csv"
-MEASURES = ("accuracy", "loss")
+MEASURES = {
+    "accuracy": "task",
+    "loss": "task",
+    "probe_auc": "network",
+    "parameter_count": "network",
+}
+"""The columns that are read, and what each is a measure of."""
 
 
 def write_recorded(out: Path, run: Run) -> str | None:
@@ -29,7 +37,8 @@ def write_recorded(out: Path, run: Run) -> str | None:
     if not file.is_file():
         return None
     content = file.read_bytes()
-    key = store.content_key(results=hashlib.blake2b(content, digest_size=16).hexdigest())
+    digest = hashlib.blake2b(content, digest_size=16).hexdigest()
+    key = store.content_key(results=digest, measures=sorted(MEASURES))
     target = store.results_file(out, run.name)
     if store.is_finished(target, key):
         return None
@@ -58,7 +67,7 @@ def read_recorded(file: Path) -> list[store.Row]:
         with file.open(newline="", encoding="utf-8") as opened:
             entries = list(csv.DictReader(opened))
         found = [
-            (metric, int(e["task"]), int(e["step"]), float(e[metric]))
+            (metric, int(e["task"]) if e.get("task") else None, int(e["step"]), float(e[metric]))
             for metric in MEASURES
             for e in entries
             if e.get(metric)
@@ -66,11 +75,8 @@ def read_recorded(file: Path) -> list[store.Row]:
     except (KeyError, ValueError, TypeError):
         found = []
     if not found:
-        raise UsageError(f"{file} isn't a table of results (task, step, accuracy or loss)")
-    rows = [
-        store.Row(metric, "task", value, checkpoint=f"{NAME} task {task}", task=task, step=step)
-        for metric, task, step, value in found
-    ]
+        raise UsageError(f"{file} isn't a table of results (step, {' or '.join(MEASURES)})")
+    rows = [_row(metric, task, step, value) for metric, task, step, value in found]
     accuracies = tuple(value for metric, _, _, value in found if metric == "accuracy")
     if accuracies:
         step = max(s for metric, _, s, _ in found if metric == "accuracy")
@@ -78,3 +84,10 @@ def read_recorded(file: Path) -> list[store.Row]:
         found_mean = measure(TaskAccuracies(accuracies), place, None)
         rows += [replace(row, step=step) for row in found_mean]
     return rows
+
+
+def _row(metric: str, task: int | None, step: int, value: float) -> store.Row:
+    subject = MEASURES[metric]
+    component = None if subject == "task" else subject
+    at = f"{NAME} step {step}" if task is None else f"{NAME} task {task}"
+    return store.Row(metric, subject, value, component, checkpoint=at, task=task, step=step)

@@ -30,6 +30,17 @@ def test_losses_have_no_average_accuracy(tmp_path: Path) -> None:
     assert (row.metric, row.subject, row.value) == ("loss", "task", 2.5)
 
 
+def test_trainability_and_size_of_a_run_without_tasks(tmp_path: Path) -> None:
+    file = tmp_path / "results.csv"
+    file.write_text("step,probe_auc,parameter_count\n10,2.5,\n20,2.25,1000\n")
+    rows = [(r.metric, r.subject, r.component, r.step, r.value) for r in read_recorded(file)]
+    assert rows == [
+        ("probe_auc", "network", "network", 10, 2.5),
+        ("probe_auc", "network", "network", 20, 2.25),
+        ("parameter_count", "network", "network", 20, 1000.0),
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "a,b\n1,2\n", "task,step,accuracy\n0,10,high\n", "\0\n"])
 def test_anything_else_is_no_table_of_results(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.csv").write_text(text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,9 @@ def figures(
             groups=groups, x=x, tokens_per_step=tokens_per_step, parameters=parameters,
             subject=subject,
         ):  # fmt: skip
-            print(f"{each.name}: {each.note or ', '.join(str(f) for f in each.files)}")
+            print(f"{each.name}: {', '.join(map(str, each.files)) or each.note}")
+            if each.files and each.note:
+                print(f"{each.name}: {each.note}", file=sys.stderr)
 
 
 @app.command()

@@ -172,7 +172,7 @@ def _layers(on: Canvas, axes: Axes, data: pd.DataFrame, choice: Choice, of: Look
     colours = depth_colours(len(places), of)
     markers = "osv^DP<>ph"
     for number, (block, name) in enumerate(places.itertuples(index=False, name=None)):
-        label = words(name) if pd.isna(block) else f"{int(block)} {words(name)}"
+        label = words(name) if pd.isna(block) else f"{int(block)}: {words(name)}"
         same = data["block"].isna() if pd.isna(block) else data["block"] == block
         one = data[same & (data["component"] == name)]
         marker = markers[number % len(markers)] if len(places) <= 12 else ""

@@ -15,7 +15,7 @@ from matplotlib.ticker import FixedFormatter, FixedLocator
 from ..errors import NotEnoughEvidenceError
 from .delta import depth_order
 from .kind import Kind
-from .panels import Canvas, canvas, course, depth_colours, legend, runs_of
+from .panels import Canvas, canvas, course, depth_colours, legend, runs_of, say_shade
 from .selection import Choice, demand_values, grouped, pick, spaced
 from .style import Look
 from .ticks import count_text, label_columns, plain, words
@@ -75,6 +75,8 @@ def draw_cls_rank(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
         if len(runs) > 1:
             panel.set_title(plain(run))
     depth_axes(on, order)
+    if choice.groups:
+        say_shade(on, "standard deviation over runs")
     legend(on)
     return on
 

@@ -147,10 +147,14 @@ def _draw(
     stem = out / _stem(kind.name, choice)
     files = [save(figure, stem.with_name(f"{stem.name}.{ending}"), of) for ending in formats]
     numbers = _write_csv(data, stem.with_name(f"{stem.name}.csv"))
-    return Drawn(kind.name, (*files, numbers), _caution(data))
+    return Drawn(kind.name, (*files, numbers), _caution(table, data, choice))
 
 
-def _caution(data: pd.DataFrame) -> str:
+def _caution(table: pd.DataFrame, data: pd.DataFrame, choice: Choice) -> str:
+    shown = {str(run).split("/")[0] for run in data["run"]}
+    absent = [str(r) for r in table["run"].dropna().unique() if str(r).split("/")[0] not in shown]
+    if absent and not choice.groups:
+        return f"no value in {', '.join(absent)}"
     probes = {str(one) for one in data["probe"].dropna()} if "probe" in data else set()
     if len(probes) > 1 or " and " in "".join(probes):
         return "the runs were measured on different probes: compare their courses, not their levels"

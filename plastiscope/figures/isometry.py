@@ -138,14 +138,16 @@ def draw_isometry_map(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes |
     height = min(max(1.4, len(blocks) * of.row + 0.5), 6) / (of.double / Look.double)
     on = canvas(of, len(pairs), axes, columns=3, height=height, width=of.double)
     limits = span(data["value"], (2, 98))
+    labels = [stacked(words(name)) for name in names]
+    short = len(names) * max(map(len, labels)) < 30
     for panel, (run, point) in zip(on.panels, pairs, strict=True):
         here = data[(data["run"] == run) & (data["point"] == point)]
         values = here.pivot(index="block", columns="component", values="value")
         values = values.reindex(index=blocks, columns=names).to_numpy(float)
         image = picture(on, panel, values, limits, "viridis")
         map_labels(panel, [str(block) for block in blocks], [])
-        label_columns(panel, [stacked(words(name)) for name in names])
-        panel.tick_params(axis="x", labelrotation=90)
+        label_columns(panel, labels)
+        panel.tick_params(axis="x", labelrotation=0 if short else 90)
         who = f"{plain(run)}, " if data["run"].nunique() > 1 else ""
         panel.set_title(f"{who}{choice.x} {count_text(here['x'].iloc[0])}")
     on.panels[0].set_ylabel("block")

@@ -106,7 +106,7 @@ def _spreads(on: Canvas, axes: Axes, wide: pd.DataFrame) -> None:
             on.entries[name] = Line2D([], [], **style)
     if 0.5 in wide.columns:
         (on.entries["median"],) = axes.plot(
-            wide.index, wide[0.5], "o", color=ORANGE, markersize=1.1 * of.marker
+            wide.index, wide[0.5], "o", color=ORANGE, markersize=1.1 * of.marker, clip_on=False
         )
 
 

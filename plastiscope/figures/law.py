@@ -82,7 +82,8 @@ def student_quantile(freedom: int, share: float = 0.975) -> float:
 def onset_law_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """One row a run: parameter count, onset, the fitted onset, residual and 95 % band.
 
-    The onset is that of `probe_auc_data`, at the x asked for; `parameter_count` is a network row.
+    The onset is that of `probe_auc_data`, at the x asked for; a run records its `parameter_count`
+    beside it.
     """
     courses = probe_auc_data(table, choice)
     onsets = courses[courses["onset"]].set_index("run")["x"]

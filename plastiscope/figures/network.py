@@ -168,8 +168,15 @@ def onset_place(values: Numbers) -> int | None:
 
 
 def probe_auc_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """AUC of the probing loss, its 3-point moving average, and whether a point is the onset."""
-    metric = choice.metric or "probe_auc"
+    """AUC of the probing loss, its 3-point moving average, and whether a point is the onset.
+
+    No checkpoint holds it: it takes training from each. A run records it in its results.csv.
+    """
+    metric = "probe_auc"
+    if not (table["metric"] == metric).any():
+        raise NotEnoughEvidenceError(
+            "no probe_auc: a run records it, step by step, in results.csv beside its checkpoints"
+        )
     data = pick(table, choice, metric, ())
     data = data[data["block"].isna()]
     data = grouped(demand_values(data, metric), choice)

@@ -194,7 +194,7 @@ def run_courses(
 def legend(on: Canvas) -> None:
     """One legend under the panels, or in the given Axes; few of many layers, few of many runs."""
     names = list(on.entries)
-    if len(names) < 2:
+    if len(names) < 2 and not any(name.startswith("shaded") for name in names):
         return
     runs = [name for name in names if name.startswith(RUN)]
     kept = _capped([name for name in names if name not in runs], 16, MOST_ENTRIES)
@@ -230,12 +230,19 @@ def x_label(choice: Choice) -> str:
     return {"step": "training step", "tokens": "training tokens"}.get(choice.x, choice.x)
 
 
+def say_shade(on: Canvas, what: str) -> None:
+    """What the band around a line is, in the legend."""
+    on.entries[f"shaded: {what}"] = Patch(facecolor=on.look.ink, alpha=0.2, linewidth=0)
+
+
 def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False) -> None:
     """Labels, short ticks and the legend of panels of lines."""
     for axes in on.panels:
         count_axis(axes.xaxis, 4 if len(on.panels) > 1 else 6)
         if fraction:
             axes.set_ylim(-0.03, 1.03)
+    if choice.groups:
+        say_shade(on, "standard deviation over runs")
     narrow = on.columns > 6
     for axes in bottom(on)[on.columns // 2 :: on.columns] if narrow else bottom(on):
         axes.set_xlabel(x_label(choice))

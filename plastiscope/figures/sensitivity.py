@@ -20,6 +20,7 @@ from .panels import (
     legend,
     run_courses,
     runs_of,
+    say_shade,
     visible,
 )
 from .selection import Choice, demand_values, grouped, ordered, pick
@@ -67,6 +68,8 @@ def draw_rate(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -
     count_axis(panel.xaxis, 8)
     if on.own:
         panel.set_title(_when(data, choice))
+    if half.notna().any():
+        say_shade(on, "95 % band")
     panel.set_xlabel("block")
     panel.set_ylabel(words(str(data["metric"].iloc[0])))
     legend(on)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import pandas as pd
 from matplotlib.axes import Axes
@@ -28,9 +29,9 @@ def accuracy_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """
     metrics = [choice.metric] if choice.metric else ["accuracy", "loss"]
     reasons = []
-    for metric in metrics:
+    for subjects, metric in product((("task",), ("output", "network")), metrics):
         try:
-            data = demand_values(_results(table, choice, metric), metric)
+            data = demand_values(_results(table, choice, metric, subjects), metric)
         except NotEnoughEvidenceError as error:
             reasons.append(str(error))
             continue
@@ -38,8 +39,10 @@ def accuracy_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     raise NotEnoughEvidenceError("; ".join(reasons))
 
 
-def _results(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
-    data = pick(table, choice, metric, ("task", "output", "network"))
+def _results(
+    table: pd.DataFrame, choice: Choice, metric: str, subjects: tuple[str, ...]
+) -> pd.DataFrame:
+    data = pick(table, choice, metric, subjects)
     if data["subject"].iloc[0] == "task" and choice.x == "step" and table["task"].notna().any():
         data = pick(table, replace(choice, x="task"), metric, ("task",))
     return data[data["block"].isna() & data["head"].isna()].sort_values("point", kind="stable")
@@ -66,7 +69,7 @@ def draw_accuracy(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
     metric = str(data["metric"].iloc[0])
     on = canvas(of, 1, axes, height=2.0)
     names = {"task": f"{metric} of each task", "probe": f"{metric} on the probe"}
-    for series in data["series"].unique():
+    for series in sorted(data["series"].unique(), key=lambda name: name not in names):
         own = series in names
         name, colour = names.get(series, series), BLUE if own else ORANGE
         marker = "o" if own and data["x"].nunique() <= 40 else ""

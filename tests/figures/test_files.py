@@ -214,7 +214,7 @@ def test_legends_are_capped(tmp_path):
     (legend,) = figures.weight_magnitude(made).legends
     texts = [text.get_text() for text in legend.get_texts()]
     assert len(texts) == 13 and texts[-1] == "(28 more)"
-    assert texts[0] == "0 fc" and texts[-2] == "39 fc"
+    assert texts[0] == "0: fc" and texts[-2] == "39: fc"
 
 
 def test_a_legend_names_every_component_beside_the_runs(tmp_path):

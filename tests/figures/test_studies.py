@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from plastiscope import figures
+from plastiscope.errors import NotEnoughEvidenceError
 from plastiscope.figures import law, network
 from plastiscope.figures.kind import choose
-from plastiscope.store import Row
+from plastiscope.recorded import read_recorded
+from plastiscope.store import Row, checkpoint_file, read, results_file, write
 
 spec = importlib.util.spec_from_file_location("tables", Path(__file__).with_name("tables.py"))
 tables = importlib.util.module_from_spec(spec)
@@ -53,6 +55,24 @@ def test_isometry_is_the_plain_mean_over_whole_matrices(tmp_path):
     assert (data["matrices"] == 2).all()
 
 
+def test_runs_that_a_figure_has_no_value_of_are_named(tmp_path):
+    tables.table(tmp_path, tables.study, "measured", 2)
+    table = tables.table(tmp_path, tables.transformer, "other", 2)
+    (drawn,) = figures.draw(table, tmp_path / "f", ["ntk"], ["png"])
+    assert drawn.note == "no value in other" and len(drawn.files) == 2
+
+
+def test_the_legend_says_what_a_band_is(tmp_path):
+    for seed in range(2):
+        tables.table(tmp_path, tables.study, f"run{seed}", 2, seed=seed)
+    table = read(tmp_path)
+    figure = figures.network_course(table, groups={"both": ["run0", "run1"]})
+    rate = figures.rate_of_change(table[table["run"] == "run0"])
+    texts = [text.get_text() for legend in (*figure.legends, *rate.legends)
+             for text in legend.get_texts()]  # fmt: skip
+    assert "shaded: standard deviation over runs" in texts and "shaded: 95 % band" in texts
+
+
 def test_network_totals_are_the_pooled_ones(tmp_path):
     def make(point):
         return [
@@ -72,6 +92,15 @@ def test_probe_accuracy_gets_no_running_mean(tmp_path):
     data = figures.accuracy.data(tables.table(tmp_path, make, points=3), choose())
     assert data["series"].unique().tolist() == ["probe"]
     np.testing.assert_allclose(data["value"], [0.5, 0.6, 0.7])
+
+
+def test_recorded_results_go_before_those_on_the_probe(tmp_path):
+    def make(point):
+        return [Row("accuracy", "output", 0.5, "head"), Row("loss", "task", 2.0 - point)]
+
+    data = figures.accuracy.data(tables.table(tmp_path, make, points=2), choose())
+    assert set(data["metric"]) == {"loss"}
+    assert data[data["series"] == "task"]["value"].tolist() == [2, 1]
 
 
 def test_running_mean_over_some_tasks_is_not_called_aat(tmp_path):
@@ -97,6 +126,32 @@ def test_isometry_map_is_clipped_to_the_2nd_and_98th_percentile(tmp_path):
     assert len(panels) == 3
     for axes in panels:
         assert axes.images[0].get_clim() == pytest.approx((low, high))
+
+
+def test_recorded_trainability_feeds_the_onset_and_its_law(tmp_path):
+    for run, size, onset in (("small", 10, 2), ("middle", 100, 4), ("large", 1000, 8)):
+        lines = [f"{1000 * n},{(n - onset) ** 2},{size}" for n in range(1, 13)]
+        file = tmp_path / f"{run}.csv"
+        file.write_text("\n".join(["step,probe_auc,parameter_count", *lines]) + "\n")
+        common = {"run": run, "checkpoint": "results.csv", "step": None, "task": None}
+        common |= {"branch": None, "checkpoint_fingerprint": None}
+        write(results_file(tmp_path, run), read_recorded(file), common, "k", {})
+        write(checkpoint_file(tmp_path, run, "c"), [Row("loss", "output", 1.0)],
+              common | {"checkpoint": "c", "step": 1}, "k", {})  # fmt: skip
+    table = read(tmp_path, results=True)
+    course = figures.probe_auc.data(table, choose())
+    assert course[course["onset"]].set_index("run")["x"].to_dict() == {
+        "small": 2000, "middle": 4000, "large": 8000,
+    }  # fmt: skip
+    data = figures.onset_law.data(table, choose())
+    assert data.set_index("run")["parameter_count"].to_dict() == {
+        "small": 10, "middle": 100, "large": 1000,
+    }  # fmt: skip
+    np.testing.assert_allclose(data["exponent"], np.log10(2))
+    np.testing.assert_allclose(data["value"], data["fitted"])
+    bare = read(tmp_path)
+    with pytest.raises(NotEnoughEvidenceError, match=r"records it, step by step, in results\.csv"):
+        figures.onset_law.data(bare, choose())
 
 
 @pytest.mark.parametrize(
