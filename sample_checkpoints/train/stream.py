@@ -186,7 +186,7 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.from_numpy(data.target[order]).long()
 
 
-def main(stream: Stream, seeds: int = 20) -> None:
+def main(stream: Stream) -> None:
     """The command line that every run shares."""
     parser = argparse.ArgumentParser(description=f"Train the sample run {stream.name!r}.")
     parser.add_argument("--out", type=Path, help="folder to write (default: the sample's own)")
@@ -195,6 +195,7 @@ def main(stream: Stream, seeds: int = 20) -> None:
     parser.add_argument(
         "--evidence", action="store_true", help="only measure again what is in the folder"
     )
+    parser.add_argument("--seeds", type=int, default=20, help="never-seen tasks for the evidence")
     options = parser.parse_args()
     if options.healthy and options.out is None:
         parser.error("--healthy needs --out: the twin is never kept beside the sample")
@@ -206,4 +207,4 @@ def main(stream: Stream, seeds: int = 20) -> None:
         saved = stored(stream, folder)
     else:
         saved = train(stream, folder, options.seed, options.healthy)
-    show_loss(stream, folder, saved, seeds)
+    show_loss(stream, folder, saved, options.seeds)
