@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plastiscope.anatomy import Anatomy, Component, Matrix, trace, verify, watch
+from plastiscope.anatomy import Anatomy, Component, Matrix, Site, trace, verify, watch
+from plastiscope.models import nanogpt
 from tests.anatomy import zoo
 from tests.anatomy.nets import ConvViT, EinsumViT, FusedGPT, PlainGPT, inputs_to
 
@@ -77,6 +78,7 @@ def apart(pattern: str, names: str) -> Callable[[nn.Module, Heads], None]:
 SELF = "transformer.h.0.self_attention.query_key_value.weight"
 BERT = "bert.encoder.layer.0.attention.self.{}.weight"
 DINO = "dinov2_with_registers.encoder.layer.0.attention.{}_proj.weight"
+HF_SWIN = "swin.encoder.layers.0.blocks.0.attention.{}_proj.weight"
 TORCHVISION = "encoder.layers.encoder_layer_0.self_attention.in_proj_weight"
 LLAMA = apart("model.layers.0.self_attn.{}_proj.weight", "q k v")
 # name: (heads, key/value heads, head width, inputs, how they are stored)
@@ -100,6 +102,8 @@ STORED: dict[str, tuple[int, int, int, int, Callable[[nn.Module, Heads], None]]]
     "timm_deit": (3, 3, 8, 24, one("blocks.0.attn.qkv.weight", blocks)),
     "timm_eva02_small": (3, 3, 8, 24, one("blocks.0.attn.qkv.weight", blocks)),
     "timm_eva02": (3, 3, 8, 24, apart("blocks.0.attn.{}_proj.weight", "q k v")),
+    "hf_swin": (2, 2, 8, 16, apart(HF_SWIN, "q k v")),
+    "nanogpt": (4, 4, 8, 32, one("transformer.h.0.attn.c_attn.weight", blocks)),
     "timm_swin": (2, 2, 8, 16, one("layers.0.blocks.0.attn.qkv.weight", blocks)),
     "timm_swin2": (2, 2, 8, 16, one("layers.0.blocks.0.attn.qkv.weight", blocks)),
     "tv_vit": (4, 4, 8, 32, one(TORCHVISION, blocks)),
@@ -119,6 +123,9 @@ HOME_MADE = {
 
 
 def built(name: str) -> zoo.Model:
+    if name == "nanogpt":
+        net = nanogpt.GPT(nanogpt.Shape(60, 16, 32, 2, 4, True, True)).eval()
+        return zoo.Model(net, inputs_to(net), zoo.tokens())
     if name in HOME_MADE:
         build, batch = HOME_MADE[name]
         net = build().eval()
@@ -153,33 +160,55 @@ def test_planted_heads_are_found_in_order(name: str) -> None:
     assert proofs[0].ok and proofs[0].error < (1e-5 if dtype == torch.float32 else 1e-6)
 
 
-def test_explicitly_split_twin_computes_the_same_heads() -> None:
+ROTARY = {
+    "neox", "falcon", "falcon_rw", "falcon_groups", "llama", "qwen3", "gemma", "olmo2", "mixtral",
+    "phi3", "timm_eva02", "timm_eva02_small",
+}  # fmt: skip
+"""Positions turn their q and k on the way to the attention; v arrives as it was made."""
+CALLED_AS_FUNCTION = {"tv_swin", "timm_swin2", "timm_eva02_small"}
+"""Not the module is called but F.linear, with the module's weight."""
+NORMED = {"timm_swin2"}
+"""Their q and k are made unit vectors."""
+
+
+@pytest.mark.parametrize("name", STORED)
+def test_explicitly_split_twin_computes_the_same_heads(name: str) -> None:
     """The planted heads as separate matrices give the q, k and v that arrive at the attention."""
-    for name in ("gpt2", "bloom", "timm_vit", "tv_vit", "fused_gpt", "conv_vit"):
-        heads, shared, width, inputs, store = STORED[name]
-        model, made = built(name), planted(heads, shared, width, inputs)
-        module = model.module.double()
-        store(module, made)
-        for parameter_name, parameter in module.named_parameters():
-            if parameter_name.endswith("bias") and parameter.ndim == 1:
-                parameter.data.zero_()
-        batch = {k: v.double() if v.is_floating_point() else v for k, v in model.batch.items()}
-        anatomy = trace(module, model.forward, batch)
-        seen: dict[object, Tensor] = {}
-        calls: dict[object, object] = {}
+    heads, shared, width, inputs, store = STORED[name]
+    model, made = built(name), planted(heads, shared, width, inputs)
+    dtype = torch.float32 if name == "mixtral" else torch.float64
+    made = {x: [w.to(dtype) for w in own] for x, own in made.items()}
+    module = model.module.to(dtype)
+    store(module, made)
+    for parameter_name, parameter in module.named_parameters():
+        if "bias" in parameter_name and parameter.ndim == 1:
+            parameter.data.zero_()
+    batch = {k: v.to(dtype) if v.is_floating_point() else v for k, v in model.batch.items()}
+    anatomy = trace(module, model.forward, batch)
+    seen: dict[object, Tensor] = {}
+    calls: dict[object, object] = {}
+    path = part(anatomy, "v").path
+    if name in ("einsum_vit", "plain_gpt"):
         site = part(anatomy, "norm1").features
-        with (
-            torch.no_grad(),
-            watch(
-                module, {"x": site}, anatomy.attention, seen.__setitem__, calls.__setitem__
-            ) as watching,
-        ):
-            model.forward(batch)
-            watching.check()
-        x = seen["x"].flatten(2).transpose(1, 2) if name == "conv_vit" else seen["x"]
-        for letter in "qkv":
-            twin = torch.stack([x @ w.T for w in made[letter]], dim=1)
-            torch.testing.assert_close(getattr(calls[0], letter), twin)
+    elif name in CALLED_AS_FUNCTION:
+        site = Site(path.rpartition(".")[0], op="linear", port="input")
+    else:
+        site = Site(path, port="input")
+    with (
+        torch.no_grad(),
+        watch(
+            module, {"x": site}, anatomy.attention, seen.__setitem__, calls.__setitem__
+        ) as watching,
+    ):
+        model.forward(batch)
+        watching.check()
+    x = seen["x"].flatten(2).transpose(1, 2) if name == "conv_vit" else seen["x"]
+    x = x.reshape(-1, calls[0].v.shape[2], inputs)
+    for letter in "v" if name in ROTARY | NORMED else "qkv":
+        twin = torch.stack([x @ w.T for w in made[letter]], dim=1)
+        if letter == "q" and name in ("timm_swin", "tv_swin"):
+            twin = twin * width**-0.5  # these scale the queries, not the scores
+        torch.testing.assert_close(getattr(calls[0], letter), twin)
 
 
 def test_interleaved_heads_read_as_blocks_have_other_ranks() -> None:

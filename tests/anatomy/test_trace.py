@@ -298,8 +298,12 @@ def test_normalised_weights_are_named_as_they_are_used(style: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("wrapping", ["reentrant", "non-reentrant", "compiled", "no_grad"])
+@pytest.mark.parametrize(
+    "wrapping", ["reentrant", "non-reentrant", "compiled", "no_grad", "dropout"]
+)
 def test_wrappings_change_nothing(wrapping: str) -> None:
+    """The same slices of the same weights, and the same values at every component."""
+
     class Wrapped(FusedGPT):
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
             x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1]))
@@ -307,19 +311,43 @@ def test_wrappings_change_nothing(wrapping: str) -> None:
                 if wrapping == "no_grad":
                     with torch.no_grad():
                         x = block(x)
+                elif wrapping == "dropout":
+                    x = F.dropout(block(x), 0.5, self.training)
                 else:
                     x = checkpoint(block, x, use_reentrant=wrapping == "reentrant")
             return self.head(self.ln_f(x))
 
-    net = torch.compile(FusedGPT()) if wrapping == "compiled" else Wrapped()
     batch = {"inputs": torch.arange(16).reshape(2, 8)}
-    _, plain = traced("fused_gpt")
+    model, plain = traced("fused_gpt")
+    own = FusedGPT() if wrapping == "compiled" else Wrapped()
+    own.load_state_dict(model.module.state_dict())
+    net = torch.compile(own.train()) if wrapping == "compiled" else own.train()
     anatomy = trace(net, inputs_to(net), batch)
     parts = [
-        [(c.name, c.block, len(c.heads)) for c in a.components if c.name in CANONICAL]
+        {(c.name, c.block): (c.weights, c.heads) for c in a.components if c.name in CANONICAL}
         for a in (anatomy, plain)
     ]
-    assert parts[0] == parts[1] and len(parts[0]) > 20
+    assert len(parts[1]) > 20
+    assert str(parts[0]).replace("_orig_mod.", "") == str(parts[1])
+    values = [everything(n, a, batch) for n, a in ((net, anatomy), (model.module, plain))]
+    assert len(values[1]) > 18
+    torch.testing.assert_close(values[0], values[1])
+
+
+def everything(
+    net: nn.Module, anatomy: Anatomy, batch: dict[str, torch.Tensor]
+) -> dict[object, torch.Tensor]:
+    """The values of every component, and the probabilities of every attention."""
+    sites = {(c.name, c.block): c.features for c in anatomy.components if c.features}
+    seen: dict[object, torch.Tensor] = {}
+    calls: dict[object, AttentionCall] = {}
+    with (
+        torch.no_grad(),
+        watch(net, sites, anatomy.attention, seen.__setitem__, calls.__setitem__) as watching,
+    ):
+        net(batch["inputs"])
+        watching.check()
+    return {**seen, **{("attention", k): call.probabilities for k, call in calls.items()}}
 
 
 def test_mlp_and_cnn_blocks_are_their_layers() -> None:
