@@ -19,6 +19,7 @@ from .network import usable_device
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
 from .session import ON_REQUEST, Session
+from .tasks import write_task_results
 
 
 @dataclass(frozen=True)
@@ -192,6 +193,7 @@ def _analyze_run(
     reporter.start(run.name, len(run.checkpoints))
     for position, checkpoint in enumerate(run.checkpoints):
         session.measure(position, checkpoint)
+    write_task_results(settings.out, run, chosen)
     missing = next((n.missing for n in session.networks.values() if n.missing), None)
     assumed = tuple(dict.fromkeys(a for n in session.networks.values() for a in n.assumptions))
     return Analyzed(

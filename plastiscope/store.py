@@ -207,6 +207,11 @@ def read(
     return _frame(read_arrow(outs, columns, results))
 
 
+def read_file(file: Path, columns: Sequence[str]) -> pd.DataFrame:
+    """Some columns of one table, as `read` gives them."""
+    return _frame(_read_table(file, columns))
+
+
 def read_arrow(
     outs: Path | Iterable[Path], columns: Sequence[str] | None = None, results: bool = False
 ) -> pa.Table:
