@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import UsageError, unknown
+from ..errors import NOT_ENOUGH_EVIDENCE, UsageError, unknown
 from .options import all_of, app, name_list, pairs, step_range
 
 
@@ -53,6 +53,7 @@ def figures(
             raise unknown("run", name, names)
     chosen = table[table["run"].isin(run or names)]
     folder = to or outs[0] / "figures"
+    anything = False
     apart = [] if together or groups else list(chosen.groupby("run", observed=True, sort=False))
     for place, frame in [(folder / str(n), f) for n, f in apart] or [(folder, chosen)]:
         for each in drawing.draw(
@@ -64,6 +65,9 @@ def figures(
             print(f"{each.name}: {', '.join(map(str, each.files)) or each.note}")
             if each.files and each.note:
                 print(f"{each.name}: {each.note}", file=sys.stderr)
+            anything |= bool(each.files)
+    if not anything:
+        raise typer.Exit(NOT_ENOUGH_EVIDENCE)
 
 
 @app.command()

@@ -27,7 +27,7 @@ from .panels import (
 )
 from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick
 from .style import Look, mark
-from .ticks import plain, quantity, words
+from .ticks import measure, plain, quantity, words
 
 
 def head_data(
@@ -76,7 +76,7 @@ def draw_head_lines(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | N
     if on.own:
         some = "" if len(shown) == len(heads) else f" ({len(shown)} of {len(heads)} heads)"
         on.figure.suptitle(_title(data) + some)
-    finish_courses(on, choice, words(data["metric"].iloc[0]))
+    finish_courses(on, choice, measure(data["metric"].iloc[0]))
     return on
 
 
@@ -103,7 +103,7 @@ def draw_head_maps(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | No
             panel.set_ylabel("head")
     if on.own:
         on.figure.suptitle(_title(data))
-    colour_bar(on, image, words(data["metric"].iloc[0]))
+    colour_bar(on, image, measure(data["metric"].iloc[0]))
     return on
 
 

@@ -30,7 +30,16 @@ from .panels import (
 )
 from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick
 from .style import BLUE, GREEN, ORANGE, PURPLE, RED, SKY, Look, mark
-from .ticks import count_text, label_columns, log_scale, plain, stacked, words
+from .ticks import (
+    count_text,
+    label_columns,
+    log_scale,
+    measure,
+    plain,
+    spans_powers,
+    stacked,
+    words,
+)
 
 RANKS = ("effective_rank_squared", "effective_rank")
 QUANTITIES = {
@@ -165,20 +174,26 @@ def isometry_violins_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 def draw_isometry_violins(
     data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None
 ) -> Canvas:
-    """Distributions over matrices, in powers of ten; every matrix a dot, the median a line."""
+    """Distributions over matrices; every matrix a dot, the median a line.
+
+    In powers of ten where all values are positive and span more than a factor of 100.
+    """
     runs = [str(run) for run in data["run"].unique()]
+    powers = spans_powers(data["value"])
     on = canvas(of, len(runs), axes, columns=2, height=1.9)
     for panel, run in zip(on.panels, runs, strict=True):
-        here = data[(data["run"] == run) & np.isfinite(data["value"]) & (data["value"] > 0)]
+        here = data[(data["run"] == run) & np.isfinite(data["value"])]
         points = sorted(data.loc[data["run"] == run, "point"].unique())
         for place, point in enumerate(points):
-            _violin(panel, np.log10(here.loc[here["point"] == point, "value"]), place, of)
+            values = here.loc[here["point"] == point, "value"]
+            _violin(panel, np.log10(values) if powers else values, place, of)
         xs = data[data["run"] == run].drop_duplicates("point").set_index("point")["x"]
         label_columns(panel, [count_text(xs[point]) for point in points])
         panel.set_xlim(-0.6, len(points) - 0.4)
         panel.set_xlabel("training step" if choice.x == "step" else choice.x)
         panel.set_title(plain(run) if len(runs) > 1 else "")
-    on.panels[0].set_ylabel(f"log₁₀ {words(str(data['metric'].iloc[0]))}")
+    name = measure(str(data["metric"].iloc[0]))
+    on.panels[0].set_ylabel(f"log₁₀ {name}" if powers else name)
     return on
 
 

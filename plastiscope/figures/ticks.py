@@ -14,6 +14,8 @@ from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, FuncFormatter, MaxNLocator
 
+from ..metrics import METRICS
+
 Numbers = npt.NDArray[np.floating[Any]]
 LONGEST = 36
 
@@ -51,6 +53,12 @@ def words(name: str) -> str:
     return plain(" ".join(capitals.get(word, word) for word in spaced.split(" ")))
 
 
+def measure(metric: str) -> str:
+    """A metric's name and, where its numbers have one, its unit."""
+    unit = next((one.unit for one in METRICS if one.name == metric), "")
+    return f"{words(metric)} ({unit})" if unit in ("nats", "bits") else words(metric)
+
+
 def quantity(data: pd.DataFrame) -> str:
     """What the numbers are: metric, subject and, where the metric has one, its parameter."""
     metric, subject = (str(data[name].iloc[0]) for name in ("metric", "subject"))
@@ -58,7 +66,7 @@ def quantity(data: pd.DataFrame) -> str:
     of = "" if metric.startswith("weight") else of
     given = list(data["parameters"].dropna().unique()) if "parameters" in data else []
     parameters = [str(one) for one in given if one]
-    return words(metric) + of + (f" ({plain(parameters[0])})" if len(parameters) == 1 else "")
+    return measure(metric) + of + (f" ({plain(parameters[0])})" if len(parameters) == 1 else "")
 
 
 def stacked(name: str) -> str:
@@ -67,10 +75,15 @@ def stacked(name: str) -> str:
 
 
 def log_scale(axes: Axes, values: Iterable[float]) -> None:
-    """A logarithmic y axis where all values are positive and span more than a factor of 100."""
-    finite = [value for value in values if math.isfinite(value)]
-    if finite and min(finite) > 0 and max(finite) / min(finite) > 100:
+    """A logarithmic y axis where the values span powers."""
+    if spans_powers(values):
         axes.set_yscale("log")
+
+
+def spans_powers(values: Iterable[float]) -> bool:
+    """Whether all values are positive and more than a factor of 100 apart."""
+    finite = [value for value in values if math.isfinite(value)]
+    return bool(finite) and min(finite) > 0 and max(finite) / min(finite) > 100
 
 
 def label_columns(axes: Axes, labels: Sequence[str]) -> None:

@@ -339,3 +339,13 @@ def test_labels_say_what_the_numbers_are(tmp_path):
     assert "(column=largest), block 1" in other.get_suptitle()
     ranks = figures.component_rank(small(tmp_path / "r", VALUES), block=0)
     assert ranks.axes[0].get_ylabel() == "effective rank of features"
+
+
+def test_labels_say_the_unit(tmp_path):
+    def make(point):
+        return [Row("attention_entropy", "attention", 2.0, "attention", block, 0)
+                for block in range(2)]  # fmt: skip
+
+    figure = figures.head_rank(tables.table(tmp_path, make, points=2), metric="attention_entropy")
+    assert figure.axes[0].get_ylabel() == "attention entropy (nats)"
+    assert figure.get_suptitle() == "attention entropy (nats), block 1"

@@ -73,6 +73,23 @@ def test_the_legend_says_what_a_band_is(tmp_path):
     assert "shaded: standard deviation over runs" in texts and "shaded: 95 % band" in texts
 
 
+def test_violins_are_of_powers_only_where_the_values_span_them(tmp_path):
+    def make(point):
+        return [Row(metric, "weight", value, "fc1", block)
+                for metric, values in (("condition_number", (1.0, 10.0, 1000.0)),
+                                       ("stable_rank", (0.0, 2.0, 4.0)))
+                for block, value in enumerate(values)]  # fmt: skip
+
+    table = tables.table(tmp_path, make, points=1)
+    for metric, label, expected in (
+        ("condition_number", "log₁₀ condition number", [0, 1, 3]),
+        ("stable_rank", "stable rank", [0, 2, 4]),
+    ):
+        (axes,) = figures.isometry_violins(table, metric=metric).axes
+        assert axes.get_ylabel() == label
+        np.testing.assert_allclose(axes.lines[-1].get_ydata(), expected)
+
+
 def test_network_totals_are_the_pooled_ones(tmp_path):
     def make(point):
         return [
