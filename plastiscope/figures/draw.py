@@ -61,6 +61,7 @@ STANDARD = (
     "head-magnitude", "head-rank-map", "cls-rank", "units", "accuracy", "network",
 )  # fmt: skip
 """What an analysis draws by itself; the others on request."""
+MOST_LINES = 200_000
 
 
 @dataclass(frozen=True)
@@ -95,7 +96,8 @@ def draw(
 ) -> list[Drawn]:
     """Draw the named figures (all by default) of the table into `out_dir`.
 
-    Each is written once a format, with its numbers as CSV beside it. A figure that the table has
+    Each is written once a format, with its numbers beside it, as CSV or, of more than 200,000
+    rows, as Parquet. A figure that the table has
     no data for comes back without files and with a note. With `metric`, only the figures that can
     show any metric are drawn.
 
@@ -146,7 +148,7 @@ def _draw(
     figure = kind.draw(data, choice, of)
     stem = out / _stem(kind.name, choice)
     files = [save(figure, stem.with_name(f"{stem.name}.{ending}"), of) for ending in formats]
-    numbers = _write_csv(data, stem.with_name(f"{stem.name}.csv"))
+    numbers = _write_numbers(data, stem)
     return Drawn(kind.name, (*files, numbers), _caution(table, data, choice))
 
 
@@ -171,8 +173,14 @@ def _stem(name: str, choice: Choice) -> str:
     return plain[:120]
 
 
-def _write_csv(data: pd.DataFrame, file: Path) -> Path:
+def _write_numbers(data: pd.DataFrame, stem: Path) -> Path:
+    """CSV, or Parquet where that would be tens of megabytes."""
     kept = data.dropna(axis="columns", how="all")
+    ending = "csv" if len(kept) <= MOST_LINES else "parquet"
+    file = stem.with_name(f"{stem.name}.{ending}")
     with replacing(file) as partial:
-        kept.to_csv(partial, index=False)
+        if ending == "csv":
+            kept.to_csv(partial, index=False)
+        else:
+            kept.to_parquet(partial, index=False)
     return file

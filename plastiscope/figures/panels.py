@@ -29,6 +29,7 @@ from .ticks import count_axis, count_text, label_columns, label_rows, plain
 
 MOST_PANELS = 24
 MOST_ENTRIES = 12
+FEW = 10
 RUN = "run: "
 
 
@@ -154,13 +155,16 @@ def _most_marks(on: Canvas, axes: Axes) -> int:
 
 
 def _marked(y: np.ndarray[Any, Any], most: int) -> list[int]:
-    """Every point, or at most so many evenly spaced; with none, those that stand alone."""
+    """Every point, or of more than `most` a few, to tell the lines apart; always those alone.
+
+    Only the latter when `most` is 0.
+    """
     known = np.isfinite(y)
     padded = np.concatenate([[False], known, [False]])
     alone = known & ~padded[:-2] & ~padded[2:]
     some = set(np.flatnonzero(alone).tolist())
     if most:
-        some |= set(range(0, len(y), max(1, math.ceil(len(y) / most))))
+        some |= set(range(0, len(y), 1 if len(y) <= most else math.ceil(len(y) / FEW)))
     return sorted(some)
 
 

@@ -151,6 +151,23 @@ def test_hundreds_of_layers_and_thousands_of_steps_stay_legible(tmp_path, layers
     assert len(figures.component_rank(made).axes) == min(layers, 24)
 
 
+def test_very_many_numbers_are_written_as_parquet(table, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys.modules["plastiscope.figures.draw"], "MOST_LINES", 10)
+    (drawn,) = figures.draw(table, tmp_path, ["delta-heatmap"], ["png"])
+    assert drawn.files[-1].name == "delta-heatmap.parquet"
+    shown = figures.delta_heatmap(table).axes[0].images[0].get_array()
+    numbers = pd.read_parquet(drawn.files[-1])
+    fc1 = numbers[numbers["component"] == "fc1"].sort_values("x")["value"]
+    np.testing.assert_array_equal(shown[4], fc1)
+
+
+@pytest.mark.parametrize(
+    ("count", "most", "marked"), [(5, 20, 5), (20, 20, 20), (100, 20, 10), (2000, 20, 10)]
+)
+def test_every_point_is_marked_or_a_few(count, most, marked):
+    assert len(panels._marked(np.arange(float(count)), most)) == marked
+
+
 def test_a_huge_picture_loses_resolution_not_its_size_cap(tmp_path):
     figure = Figure(figsize=(60, 2))
     FigureCanvasAgg(figure)
