@@ -25,6 +25,7 @@ from .selection import (
     blocks_of,
     demand_values,
     grouped,
+    in_chosen_blocks,
     is_transformer,
     ordered,
     pick,
@@ -42,7 +43,7 @@ PROJECTIONS = ("q", "k", "v", "attention_output", "gate", "fc1", "fc2", "conv", 
 def course_data(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
     """The metric of every component over the checkpoints, gaps filled with nulls."""
     data = pick(table, choice, metric, any_subject(table, metric), parameters="tau=0.025")
-    data = demand_values(without_heads(data), metric)
+    data = demand_values(without_heads(in_chosen_blocks(data, choice)), metric)
     subject = data["subject"].iloc[0]
     return with_breaks(grouped(data, choice), SERIES).assign(metric=metric, subject=subject)
 

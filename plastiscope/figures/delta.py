@@ -21,7 +21,16 @@ from .panels import (
     symmetric_limit,
     x_label,
 )
-from .selection import Choice, blocks_of, demand_values, grouped, ordered, pick, without_heads
+from .selection import (
+    Choice,
+    blocks_of,
+    demand_values,
+    grouped,
+    in_chosen_blocks,
+    ordered,
+    pick,
+    without_heads,
+)
 from .style import Look
 from .ticks import label_rows, plain, quantity, words
 
@@ -39,7 +48,7 @@ def any_subject(table: pd.DataFrame, metric: str) -> list[str]:
 def component_values(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
     """One value of the metric for each run, checkpoint, block and component."""
     data = pick(table, choice, metric, any_subject(table, metric), parameters="tau=0.025")
-    return without_heads(data).assign(metric=metric)
+    return without_heads(in_chosen_blocks(data, choice)).assign(metric=metric)
 
 
 def block_difference(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:

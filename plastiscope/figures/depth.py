@@ -16,7 +16,7 @@ from ..errors import NotEnoughEvidenceError
 from .delta import depth_order
 from .kind import Kind
 from .panels import Canvas, canvas, course, depth_colours, legend, runs_of, say_shade
-from .selection import Choice, demand_values, grouped, pick, spaced
+from .selection import Choice, demand_values, grouped, in_chosen_blocks, pick, spaced
 from .style import Look
 from .ticks import count_text, label_columns, plain, words
 
@@ -47,8 +47,8 @@ def cls_rank_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """
     metric = choice.metric or "effective_rank"
     data = pick(table, choice, metric, ("feature",), tokens="cls")
-    data = demand_values(data[data["head"].isna()], f"{metric} of the class token")
-    data = grouped(data, choice)
+    data = in_chosen_blocks(data[data["head"].isna()], choice)
+    data = grouped(demand_values(data, f"{metric} of the class token"), choice)
     if data.empty:
         raise NotEnoughEvidenceError(f"the tables hold no {metric} of the class token")
     data = sampled(data, SAMPLED).assign(metric=metric, subject="feature")

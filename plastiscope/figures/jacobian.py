@@ -16,7 +16,7 @@ from .delta import depth_order
 from .depth import depth_axes, sampled, with_places
 from .kind import Kind
 from .panels import Canvas, canvas, legend, runs_of, visible
-from .selection import Choice, demand_values, grouped, pick
+from .selection import Choice, demand_values, grouped, in_chosen_blocks, pick
 from .style import BLUE, ORANGE, SKY, Look
 from .ticks import count_text, plain
 
@@ -41,7 +41,8 @@ def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     data = pd.concat(parts, ignore_index=True)
     if not choice.components:
         data = data[~data["component"].isin(WHOLE)]
-    data = demand_values(data[data["head"].isna()], "Jacobian singular values")
+    data = in_chosen_blocks(data[data["head"].isna()], choice)
+    data = demand_values(data, "Jacobian singular values")
     return with_places(sampled(data, 3))
 
 

@@ -332,4 +332,4 @@ def with_breaks(data: pd.DataFrame, keys: Sequence[str]) -> pd.DataFrame:
         completed(one.drop(columns="run"), keys).assign(run=run)
         for run, one in data.groupby("run", sort=False)
     ]
-    return pd.concat(parts, ignore_index=True)
+    return pd.concat(parts, ignore_index=True) if parts else data

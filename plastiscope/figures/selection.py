@@ -168,6 +168,11 @@ def is_transformer(table: pd.DataFrame) -> bool:
     return bool({"q", "k", "v", "attention_output"} & set(table["component"].dropna().unique()))
 
 
+def in_chosen_blocks(data: pd.DataFrame, choice: Choice) -> pd.DataFrame:
+    """Without what lies outside the blocks, when blocks were chosen."""
+    return data[data["block"].notna()] if choice.blocks else data
+
+
 def without_heads(data: pd.DataFrame) -> pd.DataFrame:
     """One value a component: the whole component's where it was measured, else the heads' mean.
 

@@ -264,6 +264,14 @@ def test_a_group_with_a_failed_run_has_no_mean(tmp_path):
         figures.component_rank(table, groups={"x": ["aa"]})
 
 
+def test_a_chosen_block_is_shown_alone(tmp_path):
+    table = tables.table(tmp_path, points=2)
+    (axes,) = figures.component_rank(table, block=3).axes
+    assert axes.get_title() == "block 3"
+    assert len(figures.component_rank(table).axes) == 5, "four blocks and what lies outside"
+    assert set(figures.cls_rank.data(table, choose(block=3))["block"]) == {3}
+
+
 def test_two_values_for_one_place_are_an_error(tmp_path):
     table = small(tmp_path, VALUES)
     doubled = pd.concat([table, table.assign(value=table["value"] + 1)], ignore_index=True)
