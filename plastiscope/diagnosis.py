@@ -26,7 +26,8 @@ class Sign:
     Signs of one `kind` speak of one thing, and count once in the verdict. `worse` is +1 when growth
     is bad, -1 when a fall is. `least` is the smallest change that counts: of the value itself for a
     fraction (`relative` False), else of its logarithm, so that halving and doubling weigh the same.
-    `share` of the family must have moved that far for the sign to be present.
+    `share` of the family must have moved that far for the sign to be present. `of` says what the
+    series are of.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Sign:
     tokens: str | None = None
     per_head: bool = False
     share: float = 0.25
+    of: str = "components"
 
 
 SIGNS = (
@@ -48,12 +50,12 @@ SIGNS = (
     Sign("CLS token loses rank", "rank", "effective_rank", "feature", -1, np.log(1.25),
          tokens="cls"),
     Sign("heads lose rank", "rank", "effective_rank", "feature", -1, np.log(1.25), tokens="all",
-         per_head=True),
+         per_head=True, of="q, k and v of the heads"),
     Sign("units go dormant", "units", "dormant_fraction", "unit", 1, 0.1, relative=False,
-         parameters="tau=0.025"),
-    Sign("weights grow", "weights", "weight_magnitude", "weight", 1, np.log(1.5)),
-    Sign("attention collapses", "attention", "attention_entropy", "attention", -1, np.log(1.5),
-         per_head=True),
+         parameters="tau=0.025", of="activation layers"),
+    Sign("weights grow", "weights", "weight_magnitude", "weight", 1, np.log(1.5), of="matrices"),
+    Sign("attention narrows", "attention", "attention_entropy", "attention", -1, np.log(1.5),
+         per_head=True, of="heads"),
 )  # fmt: skip
 CORE = ("rank", "units")
 """Kinds of signs that healthy runs don't show. Weights grow and attention sharpens in any training:
@@ -186,10 +188,19 @@ def _verdict(findings: Iterable[Finding], checkpoints: int) -> str:
     kinds = {sign.kind for sign in present}
     if not kinds & set(CORE):
         also = f" {names.capitalize()}, as in healthy training too." if names else ""
-        return f"No sign of plasticity loss ({len(findings)} looked for).{also}"
+        few = "".join(f" {_too_few(f)}" for f in findings if f.sign.kind in CORE and f.moved)
+        return f"No sign of plasticity loss ({len(findings)} looked for).{few}{also}"
     if len(kinds) == 1:
         return f"Only one kind of sign: {names}. Watch it; not a diagnosis."
     return f"Losing plasticity: {len(present)} of {len(findings)} signs: {names}."
+
+
+def _too_few(finding: Finding) -> str:
+    sign = finding.sign
+    return (
+        f"{sign.name[0].upper()}{sign.name[1:]} in {finding.moved} of {len(finding.movements)} "
+        f"{sign.of}, too few to be a sign."
+    )
 
 
 def _find(sign: Sign, frame: pd.DataFrame, last: int) -> Finding:
@@ -264,8 +275,14 @@ def _kendall(values: np.ndarray) -> float:
 
 def _counts(sign: Sign, movement: Movement) -> bool:
     """Whether a series moved far enough, surely enough and steadily enough."""
-    sure = (
-        movement.error is None
-        or abs(movement.last - movement.first) >= SIGNIFICANT * movement.error
-    )
-    return movement.size >= sign.least and sure and movement.trend * sign.worse >= STEADY
+    return not shortfall(sign, movement)
+
+
+def shortfall(sign: Sign, movement: Movement) -> str:
+    """What a series lacks to count as moved; empty when it counts."""
+    if movement.size < sign.least:
+        return "too small"
+    moved = abs(movement.last - movement.first)
+    if movement.error is not None and moved < SIGNIFICANT * movement.error:
+        return f"under {SIGNIFICANT:g} standard errors"
+    return "" if movement.trend * sign.worse >= STEADY else "not steady"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +19,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-from .diagnosis import Diagnosis, Finding, Movement, diagnose
+from .diagnosis import Diagnosis, Finding, diagnose
+from .sentences import change, coverage, error, number
 
 if TYPE_CHECKING:
     from .analysis import Analysis
@@ -133,9 +133,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         _add_finding(table, finding)
     if diagnosis.findings:
         console.print(table)
-    part = [f"{100 * share:.1f} % of the {of}" for of, share in diagnosis.coverage if share < 1]
-    if part:
-        console.print(f"measured only {' and '.join(part)}: see `plastiscope inspect`")
+    if part := coverage(diagnosis):
+        console.print(f"{part}: see `plastiscope inspect`")
     left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
     if left_out:
         console.print(f"no value: {', '.join(left_out)} rows", style="dim")
@@ -158,37 +157,14 @@ def _add_finding(table: Table, finding: Finding) -> None:
     moved = f"{finding.moved}/{len(finding.movements)}"
     for position, movement in enumerate(finding.movements[:2]):
         head = (sign, moved) if position == 0 else (Text(), "")
-        percent = not finding.sign.relative
         table.add_row(
             *head,
             _short(movement.where),
-            _number(movement.first, percent),
-            _number(movement.last, percent),
-            _change(movement, percent),
-            _error(movement, percent),
+            number(movement.first, finding.sign),
+            number(movement.last, finding.sign),
+            change(movement, finding.sign),
+            error(movement, finding.sign),
         )
-
-
-def _number(value: float, percent: bool) -> str:
-    return f"{100 * value:.0f} %" if percent else f"{value:.3g}"
-
-
-def _change(movement: Movement, percent: bool) -> str:
-    if percent:
-        return f"{100 * (movement.last - movement.first):+.0f} pts"
-    if movement.first <= 0 or not math.isfinite(movement.size):
-        return ""
-    ratio = movement.last / movement.first
-    return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"
-
-
-def _error(movement: Movement, percent: bool) -> str:
-    """The standard error of the change, in the change's own unit."""
-    if movement.error is None:
-        return ""
-    if percent:
-        return f"{100 * movement.error:.0f}"
-    return f"{100 * movement.error / movement.first:.1g}" if movement.first > 0 else ""
 
 
 def print_inspection(found: dict[str, Any], verify: bool = False) -> None:
@@ -288,11 +264,11 @@ def _starred(component: dict[str, Any], tensor: str) -> str:
 def _spans(numbers: list[int]) -> str:
     """[0, 1, 2, 5] as "0-2, 5"."""
     spans: list[list[int]] = []
-    for number in sorted(numbers):
-        if spans and number == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], number]
+    for one in sorted(numbers):
+        if spans and one == spans[-1][-1] + 1:
+            spans[-1] = [spans[-1][0], one]
         else:
-            spans.append([number])
+            spans.append([one])
     return ", ".join("-".join(map(str, span)) for span in spans)
 
 

@@ -82,6 +82,15 @@ def test_one_kind_of_sign_is_not_a_diagnosis(tmp_path: Path) -> None:
     assert found.verdict.startswith("Only one kind of sign: features lose rank, CLS token loses")
 
 
+def test_too_few_moved_series_are_told_beside_a_clear_verdict(tmp_path: Path) -> None:
+    steady = [rank(STEADY, block) for block in range(1, 5)]
+    found = only(table(tmp_path, rank(FALLING), *steady, weights(GROWING), norms(GROWING)))
+    assert found.verdict == (
+        "No sign of plasticity loss (2 looked for). Features lose rank in 1 of 5 components, too "
+        "few to be a sign. Weights grow, as in healthy training too."
+    )
+
+
 def test_shrinking_weights_and_rising_rank_are_not_signs(tmp_path: Path) -> None:
     found = only(table(tmp_path, rank(FALLING[::-1]), weights(FALLING), norms(FALLING)))
     assert found.present == ()
