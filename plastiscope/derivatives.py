@@ -1,5 +1,5 @@
 """What costs a backward pass or more, measured on request: the tangent kernel, Jacobians, component
-sensitivity; and what the stored optimizer says.
+sensitivity.
 
 Axes: B probe inputs, H heads, dh head width, d width.
 """
@@ -14,12 +14,10 @@ from torch import Tensor, nn
 
 from .anatomy import watch
 from .anatomy.parts import Component
-from .checkpoints import State
 from .metrics import METRICS, Place, absent, measure
 from .models.live import Batch
 from .network import Network
 from .observations import (
-    OptimizerState,
     UnitGradientSums,
     attention_bound,
     capture,
@@ -74,7 +72,7 @@ def kernels(
     live = network.live
     needs_loss = "labels" in batch and {"fisher_effective_rank", "gradient_norm"} & chosen
     functions = ["mean_logit", *(["loss"] if needs_loss else [])]
-    owners = _owners(network)
+    owners = parameter_owners(network)
     return {
         (function, key): kernel
         for function in functions
@@ -84,7 +82,7 @@ def kernels(
     }
 
 
-def _owners(network: Network) -> dict[str, Hashable]:
+def parameter_owners(network: Network) -> dict[str, Hashable]:
     """The component (and block) of each parameter; of a fused one all of them, as "q+k+v"."""
     found: dict[str, list[Component]] = {}
     for component in network.anatomy.components:
@@ -101,8 +99,13 @@ def kernel_rows(
 ) -> Iterator[Row]:
     """The rows of every kernel. Keys are those of `kernels`."""
     for (_, key), kernel in found.items():
-        component, block = key if isinstance(key, tuple) else (str(key), None)
-        yield from measure(kernel, Place(component, block, "ntk"), chosen)
+        yield from measure(kernel, place_of(key), chosen)
+
+
+def place_of(key: Hashable) -> Place:
+    """Where the kernel of a key of `kernels` (without its function) belongs."""
+    component, block = key if isinstance(key, tuple) else (str(key), None)
+    return Place(component, block, "ntk")
 
 
 # --- Jacobians ---
@@ -324,75 +327,3 @@ def _gradients_at(
 
 
 def _ignore(*_: Any) -> None: ...
-
-
-# --- the optimizer ---
-
-
-def optimizer_rows(network: Network, state: State, chosen: frozenset[str]) -> Iterator[Row]:
-    """Of every parameter whose optimizer state is stored and can be told apart from the others'."""
-    stored = state.optimizer()
-    if network.live is None or not stored:
-        return
-    matched = match_optimizer(network.live.module, stored)
-    owners = _owners(network)
-    for name, (entry, group) in matched.items():
-        found = _optimizer_state(dict(network.live.module.named_parameters())[name], entry, group)
-        if found is not None and isinstance(owner := owners.get(name), tuple):
-            place = Place(owner[0], owner[1], "optimizer", tensor=network.stored_name(name))
-            yield from measure(found, place, chosen)
-
-
-def match_optimizer(
-    module: nn.Module, stored: Mapping[str, Any]
-) -> dict[str, tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    """Each parameter's entry in an optimizer's state dict, and its group.
-
-    Entries are numbered in the order in which the parameters were handed over: as the module lists
-    them, or matrices before vectors (two groups, with and without weight decay). An order counts
-    only when every stored shape agrees; when none does, nothing is matched.
-    """
-    groups, entries = stored.get("param_groups") or [], stored.get("state") or {}
-    numbers = [(number, group) for group in groups for number in group.get("params", [])]
-    own = list(module.named_parameters())
-    matrices_first = sorted(own, key=lambda item: item[1].ndim < 2)
-    orders = [own] if len(groups) == 1 else [matrices_first, own]
-    named = dict(own)
-    if all(isinstance(number, str) for number, _ in numbers):
-        return {n: (entries[n], g) for n, g in numbers if n in named and n in entries}
-    for order in orders:
-        if len(order) == len(numbers) and all(
-            _fits(p, entries.get(number))
-            for (_, p), (number, _) in zip(order, numbers, strict=True)
-        ):
-            return {
-                name: (entries[number], group)
-                for (name, _), (number, group) in zip(order, numbers, strict=True)
-                if number in entries
-            }
-    return {}
-
-
-def _fits(parameter: Tensor, entry: Mapping[str, Any] | None) -> bool:
-    tensors = [v for k, v in (entry or {}).items() if isinstance(v, Tensor) and k != "step"]
-    return all(t.shape == parameter.shape for t in tensors)
-
-
-def _optimizer_state(
-    weight: Tensor, entry: Mapping[str, Any], group: Mapping[str, Any]
-) -> OptimizerState | None:
-    rate = float(group.get("lr", float("nan")))
-    if "exp_avg_sq" in entry and "exp_avg" in entry:
-        first, second = (float(b) for b in group.get("betas", (0.9, 0.999)))
-        return OptimizerState.adam(
-            weight,
-            entry["exp_avg"],
-            entry["exp_avg_sq"],
-            float(entry.get("step", 0)),
-            lr=rate,
-            betas=(first, second),
-            eps=float(group.get("eps", 1e-8)),
-        )
-    if "momentum_buffer" in entry:
-        return OptimizerState.sgd(weight, entry["momentum_buffer"], lr=rate)
-    return None

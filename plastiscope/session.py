@@ -23,7 +23,7 @@ from .derivatives import (
     jacobian_rows,
     kernel_rows,
     kernels,
-    optimizer_rows,
+    place_of,
     sensitivity_rows,
     wants,
 )
@@ -31,6 +31,7 @@ from .errors import NotEnoughEvidenceError, UnreadableError
 from .network import Network, counted_entries, label, open_network, signature
 from .observations import Coverage
 from .observations.kernel import Kernel
+from .optimizer import optimizer_rows
 from .probe.find import beside
 from .replay import Replay, Sampling
 from .reporter import Reporter
@@ -38,7 +39,14 @@ from .weigh import Earlier, Read, Scales
 
 ON_REQUEST = ("ntk", "jacobian", "sensitivity")
 """Families of metrics whose cost is told where they aren't measured."""
-DIFFERENCES = frozenset({"weight_change", "weight_drift", "ntk_drift"})
+REPLAYED = {
+    "Features": "feature", "Units": "unit", "Attention": "attention", "Outputs": "output",
+    "Kernel": "ntk", "Jacobian": "jacobian", "RateOfChange": "sensitivity",
+    "ChangeBound": "sensitivity", "UnitGradients": "gradient", "OptimizerState": "optimizer",
+}  # fmt: skip
+"""What only a live network shows, and the subject of its rows."""
+DRIFT = frozenset({"ntk_drift"})
+DIFFERENCES = frozenset({"weight_change", "weight_drift"}) | DRIFT
 """Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
 
 
@@ -56,6 +64,7 @@ class Session:
         self.failed: dict[str, str] = {}
         self.empty: dict[str, str] = {}
         self.measured = 0
+        self.told = False
         self.broken = {b.checkpoint: b for b in run.breaks}
         self.sources = sources(run.path, settings)
 
@@ -136,7 +145,7 @@ class Session:
             replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
             for row in self._rows(position, state, network)
         ]
-        if not rows:
+        if all(row.status == "no_model" for row in rows):
             raise NotEnoughEvidenceError(
                 f"{self.run.name}/{checkpoint.name}: nothing to measure: {len(state.tensors)} "
                 f"tensors, none that the chosen metrics apply to"
@@ -160,12 +169,23 @@ class Session:
             "step_source": checkpoint.step_source,
             "format": checkpoint.format,
             "notes": list(state.notes),
+            "first": self._first(position, file),
             "settings": {k: str(v) for k, v in asdict(self.settings).items()},
             "environment": _environment(),
             "costs": self._costs(network),
             "seconds": round(time.perf_counter() - started, 3),
         }
         store.write(file, rows, common, key, facts)
+
+    def _first(self, position: int, file: Path) -> str | None:
+        """The checkpoint that drift is taken from; says so when it was another one before."""
+        _, first = self._earlier(position)
+        before = store.read_facts(file).get("first") if file.exists() else None
+        now = None if first is None else first.name
+        if None not in (before, now) and now != before and not self.told:
+            self.told = True
+            self.reporter.say(f"{self.run.name}: drift is from {now} now, and was from {before}")
+        return now
 
     def _costs(self, network: Network) -> dict[str, float]:
         """About how long, in seconds, what wasn't asked for would take; empty where it all was."""
@@ -217,6 +237,7 @@ class Session:
         place = metrics.Place("network", None, "network")
         yield from metrics.measure(found, place, self.chosen)
         if network.live is None:
+            yield from _unreplayed(self.chosen)
             return
         network.fill(state)
         for each in network.probes:
@@ -261,7 +282,12 @@ class Session:
         s, chosen = self.settings, self.chosen
         batch = network.on_device(first_inputs(each.batch, s.gradient_inputs))
         if wants("ntk", chosen):
-            yield from kernel_rows(self._kernels(position, network, each), chosen)
+            found = self._kernels(position, network, each)
+            yield from kernel_rows(found, chosen)
+            if position > 0 and self._earlier_positions(position) == (None, None):
+                places = {place_of(key) for _, key in found}
+                for place in sorted(places, key=str):
+                    yield from metrics.absent("Kernel", place, "across_break", DRIFT & chosen)
         if wants("jacobian", chosen):
             few = first_inputs(batch, s.jacobian_inputs)
             yield from jacobian_rows(network, few, chosen, s.seed)
@@ -299,6 +325,12 @@ class Session:
             batch = network.on_device(first_inputs(each.batch, self.settings.gradient_inputs))
             self.kernels[key] = kernels(network, batch, self.chosen, self.settings.seed)
         return self.kernels[key]
+
+
+def _unreplayed(chosen: frozenset[str]) -> Iterator[store.Row]:
+    """A null row for each metric that needs the live network, where there is none."""
+    for kind, subject in REPLAYED.items():
+        yield from metrics.absent(kind, metrics.Place("network", None, subject), "no_model", chosen)
 
 
 def _environment() -> dict[str, Any]:

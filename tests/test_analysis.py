@@ -195,10 +195,16 @@ def test_without_a_model_the_weights_are_still_measured(tmp_path: Path, settings
     analysis = plastiscope.analyze(folder, settings)
     assert "--model" in str(analysis.runs[0].missing)
     table = analysis.table()
-    assert set(table["subject"]) == {"weight", "network"}
+    lost = table[table["status"] == "no_model"]
+    assert set(table[table["status"] != "no_model"]["subject"]) == {"weight", "network"}
+    assert lost["value"].isna().all() and set(lost["component"]) == {"network"}
+    named = set(zip(lost["metric"], lost["subject"], strict=True))
+    assert {("effective_rank", "feature"), ("dead_fraction", "unit"), ("loss", "output")} <= named
+    assert ("attention_entropy", "attention") in named and "ntk_trace" not in set(lost["metric"])
     covered = table[table["metric"] == "coverage"].set_index("parameters")["value"]
     assert set(covered["of=parameters"]) == {1.0}
     ranks = table[(table["metric"] == "effective_rank") & (table["step"] == 0)]
+    ranks = ranks[ranks["subject"] == "weight"]
     assert set(ranks["tensor"]) == {"left.tower.weight", "right.tower.weight"}
 
 
@@ -289,8 +295,16 @@ def test_differences_across_a_break_are_null_with_the_reason(
         other = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 3))
         torch.save({"model_state_dict": other.state_dict(), "step": step}, run / f"step_{step}.pt")
     only = ("weight_change", "weight_drift")
-    table = plastiscope.analyze(run, replace(settings, only=only)).table()
-    table = table[table["component"] == "head"]
+    whole = plastiscope.analyze(run, replace(settings, only=(*only, "ntk_drift"))).table()
+    drift = whole[whole["metric"] == "ntk_drift"]
+    kinds = drift.groupby("step")["status"].unique().to_dict()
+    assert {step: list(kind) for step, kind in kinds.items()} == {
+        100: ["ok"], 200: ["across_break"], 300: ["ok"],
+    }  # fmt: skip
+    assert drift[drift["step"] == 200]["value"].isna().all()
+    places = set(drift[drift["step"] == 200]["component"])
+    assert {"network", "head"} <= places == set(drift[drift["step"] == 300]["component"])
+    table = whole[whole["component"] == "head"]
     for metric in only:
         rows = table[table["metric"] == metric].set_index("step")
         assert 0 not in rows.index
@@ -298,3 +312,37 @@ def test_differences_across_a_break_are_null_with_the_reason(
         assert pd.isna(rows.loc[200, "value"]) and rows.loc[200, "status"] == "across_break"
         assert rows.loc[300, "value"] > 0 and rows.loc[300, "status"] == "ok"
         assert rows.loc[300, "segment"] == rows.loc[200, "segment"] != rows.loc[100, "segment"]
+
+
+def test_an_optimizer_that_says_nothing_is_a_row_with_the_reason(
+    tmp_path: Path, settings: Settings
+) -> None:
+    """At the start it has no state yet; another network's can't be told apart by shape."""
+    run = save(tmp_path / "run", range(0, 200, 100))
+    net, other = network(), nn.Linear(3, 3)
+    for step, model in ((200, net), (300, other)):
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+        sum(p.sum() for p in model.parameters()).backward()
+        optimizer.step()
+        state = {"model_state_dict": net.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save({**state, "step": step}, run / f"step_{step}.pt")
+    table = plastiscope.analyze(run, replace(settings, only=("update_to_weight_ratio",))).table()
+    found = table.groupby("step")["status"].unique().to_dict()
+    assert {step: list(kind) for step, kind in found.items()} == {
+        0: ["no_optimizer_state"], 100: ["no_optimizer_state"], 200: ["ok"], 300: ["not_matched"],
+    }  # fmt: skip
+    assert table["value"].isna().tolist() == [True, True, *[False] * 6, True]
+
+
+def test_a_new_first_checkpoint_is_told(run: Path, settings: Settings) -> None:
+    """Old checkpoints get deleted; drift is then from another one, in all rows alike."""
+    plastiscope.analyze(run, settings)
+    (run / "step_0.pt").unlink()
+    reporter = Counting()
+    analyzed = plastiscope.analyze(run, settings, reporter).runs[0]
+    assert "run: drift is from step_100.pt now, and was from step_0.pt" in reporter.seen
+    facts = [store.read_facts(file)["first"] for file in analyzed.files]
+    assert facts == [None, "step_100.pt"]
+    again = Counting()
+    plastiscope.analyze(run, settings, again)
+    assert not any("drift" in str(line) for line in again.seen)

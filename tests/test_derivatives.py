@@ -13,7 +13,7 @@ from torch.func import functional_call, jacrev, vmap
 
 import plastiscope
 from plastiscope.config import Settings
-from plastiscope.derivatives import match_optimizer
+from plastiscope.optimizer import match_optimizer
 
 INPUTS = 12
 
