@@ -3,9 +3,10 @@
 const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const loaded = new Map();
-const state = { run: 0, compare: "", metric: "", level: "whole", subject: "", tokens: "",
+const blank = { run: 0, compare: "", metric: "", level: "whole", subject: "", tokens: "",
   parameters: "", show: "value", block: "", component: "", head: "", from: "", to: "", row: "",
   at: "" };
+const state = { ...blank, ...data.start };
 let view = null;
 
 // Names come from files: they are text everywhere, and plotly.js reads < and & as markup.
@@ -83,8 +84,6 @@ function options(id, entries, chosen) {
 function readHash() {
   const given = new URLSearchParams(location.hash.slice(1));
   if (![...given.keys()].some((key) => key in state)) return false;
-  const blank = { compare: "", show: "value", block: "", component: "", head: "", from: "", to: "",
-    at: "" };
   Object.assign(state, blank);
   for (const [key, value] of given) if (key in state) state[key] = value;
   return true;
@@ -149,7 +148,7 @@ async function fillControls() {
   const twins = new Map(state.compare === "" ? [] : all.filter((s) => s.r === Number(state.compare)
     && variantKey({ ...current.variants[s.v], probe: "" }) === variantKey({ ...variant, probe: "" }))
     .map((s) => [rowKey(s), s]));
-  view = { rows, places, twins, variant };
+  view = { rows, places, twins, variant, probeOf: (s) => current.variants[s.v].probe };
   explain();
 }
 
@@ -223,7 +222,12 @@ function title() {
   const what = { value: "", change: ", change from the first checkpoint",
     difference: ", difference to " + (state.compare === "" ? "" : runName(Number(state.compare))) };
   return words(state.metric) + " (" + variantName(view.variant) + ")" + what[state.show] + ", "
-    + runName(state.run);
+    + runName(state.run) + probes();
+}
+// Levels on two probes aren't comparable: say it where they are compared.
+function probes() {
+  const other = [...view.twins.values()][0];
+  return other && view.probeOf(other) !== view.variant.probe ? " (measured on different probes)" : "";
 }
 
 function drawMap() {
@@ -232,7 +236,7 @@ function drawMap() {
   const names = rows.map((s) => rowName(s, true));
   const z = rows.map((s) => places.map((p) => shown(s, p)));
   const text = rows.map((s) => places.map((p) => safe(cellText(s, p))));
-  const height = Math.min(Math.max(rows.length * 15 + 112, 240), 920);
+  const height = Math.min(Math.max(rows.length * 15 + 112, 240), narrow ? 920 : 1500);
   const scale = limits(z);
   const trace = { type: "heatmap", z, text, hoverinfo: "text", ...scale, xgap: places.length > 80 ? 0 : 1,
     ygap: rows.length > 60 ? 0 : 1, colorbar: { thickness: narrow ? 8 : 14, outlinewidth: 0,

@@ -15,11 +15,14 @@ from ..diagnosis import Diagnosis, Finding, Movement, diagnose
 from ..errors import NotEnoughEvidenceError
 from ..metrics import METRICS
 from ..metrics.definition import explanation
+from ..sentences import REASONS, change, coverage, error, evidence, number, rule
 from ..store import replacing
 from .payload import payload
 
 BUDGET = 6_000_000
 SHOWN = 3
+KINDS = (("Losing", "bad"), ("Broken", "bad"), ("No sign", "good"))
+"""Which verdict is good or bad news; any other is neither."""
 HERE = Path(__file__).parent
 
 
@@ -34,7 +37,8 @@ def write(
 ) -> Path:
     """Write the report of a table (as `plastiscope.store.read` gives it) as one HTML file.
 
-    `verdict_lines` are the sentences at the top; by default, the diagnosis of each run.
+    `verdict_lines` are the sentences at the top; by default, the diagnosis of each run and, for
+    each of its signs, the numbers that it stands on.
     `warnings` say what to beware of (breaks of the sequence, what couldn't be read). `budget` is
     the room for numbers in bytes: metrics beyond it stay in the tables, and the page says so.
 
@@ -49,11 +53,13 @@ def write(
     packed = payload(table, budget)
     names = {str(chunk["metric"]) for chunk in packed.head["chunks"]}
     packed.head["explanations"] = _explanations(names)
-    verdicts = verdict_lines or [*(f"{one.run}: {one.verdict}" for one in found), *undated]
+    names_of_runs = [str(run["name"]) for run in packed.head["runs"]]
+    packed.head["start"] = _start(found, names_of_runs)
     parts = {
         "title": escape(title),
-        "verdict": _list(verdicts, "verdict"),
-        "changes": _changes(found, [str(run["name"]) for run in packed.head["runs"]]),
+        "verdict": _list(verdict_lines, "verdict") if verdict_lines else _verdicts(found, undated),
+        "rule": escape(rule()),
+        "changes": _changes(found, names_of_runs),
         "warnings": _warnings([*warnings, *_left_out(packed.left_out)]),
         "coverage": _coverage(table),
         "style": (HERE / "page.css").read_text("utf-8"),
@@ -109,42 +115,81 @@ def _explanations(names: set[str]) -> dict[str, dict[str, str]]:
     return texts
 
 
+def _verdicts(found: Sequence[Diagnosis], undated: Sequence[str]) -> str:
+    """Each run's verdict, what it looked at, and a sentence of numbers for each sign."""
+    runs = []
+    for one in found:
+        kind = next((kind for start, kind in KINDS if one.verdict.startswith(start)), "unsure")
+        count = f"{one.checkpoints} checkpoint{'s' * (one.checkpoints != 1)}"
+        span = f"{count}, step {one.first} to {one.last}" + (
+            f"; {c}" if (c := coverage(one)) else ""
+        )
+        said = _list(_kept(evidence(one)), "evidence")
+        runs.append(
+            f'<div class="verdict {kind}"><p class="run">{escape(one.run)} <span>{span}</span></p>'
+            f'<p class="said">{escape(one.verdict)}</p>{said}</div>'
+        )
+    return "".join(runs) + (_list(undated, "evidence") if undated else "")
+
+
+def _kept(sentences: Sequence[str]) -> list[str]:
+    """Numbers on one line with their unit and error."""
+    return [one.replace(" %", "\u00a0%").replace(" ± ", "\u00a0±\u00a0") for one in sentences]
+
+
+def _largest(diagnosis: Diagnosis) -> list[tuple[Finding, Movement]]:
+    """The first few movements of each sign in the bad direction, the largest first."""
+    movements = [
+        (finding, movement)
+        for finding in diagnosis.findings
+        for movement in finding.movements[:SHOWN]
+        if movement.size > 0
+    ]
+    return sorted(movements, key=lambda pair: -pair[1].size / pair[0].sign.least)
+
+
+def _start(found: Sequence[Diagnosis], runs: Sequence[str]) -> dict[str, Any]:
+    """What the explorer opens with: the largest movement of the run that has most signs."""
+    for diagnosis in sorted(found, key=lambda one: -len(one.present)):
+        if largest := _largest(diagnosis):
+            return _view(_number(diagnosis, runs), *largest[0])
+    return {}
+
+
+def _number(diagnosis: Diagnosis, runs: Sequence[str]) -> int:
+    """The page's number of a diagnosed run, or of its first branch."""
+    if diagnosis.run in runs:
+        return runs.index(diagnosis.run)
+    own = (n for n, name in enumerate(runs) if name.startswith(f"{diagnosis.run}/"))
+    return next(own, 0)
+
+
 def _changes(found: Sequence[Diagnosis], runs: Sequence[str]) -> str:
     """The largest movements of each sign in each run, each with a link to its course."""
     tables = []
     for diagnosis in found:
-        own = (
-            n for n, name in enumerate(runs) if name.split("/")[0] == diagnosis.run.split("/")[0]
-        )
-        number = runs.index(diagnosis.run) if diagnosis.run in runs else next(own, 0)
-        movements = [
-            (finding, movement)
-            for finding in diagnosis.findings
-            for movement in finding.movements[:SHOWN]
-            if movement.size > 0
-        ]
-        movements.sort(key=lambda pair: -pair[1].size / pair[0].sign.least)
-        if movements:
-            rows = "".join(_change(number, *pair) for pair in movements)
+        number = _number(diagnosis, runs)
+        rows = "".join(_change(number, *pair) for pair in _largest(diagnosis))
+        if rows:
             tables.append(_table(diagnosis, rows))
     return "".join(tables) or "<p>Nothing moved in the direction of plasticity loss.</p>"
 
 
 def _table(diagnosis: Diagnosis, rows: str) -> str:
-    caption = f"{diagnosis.run}: what moved most, step {diagnosis.first} to {diagnosis.last}"
+    caption = f"{diagnosis.run}, step {diagnosis.first} to {diagnosis.last}"
     head = "".join(
-        f'<th scope="col">{name}</th>' for name in ("where", "sign", "first", "last", "change")
+        f'<th scope="col"{kind}>{name}</th>'
+        for name, kind in (("where", ""), *((n, ' class="n"') for n in ("first", "last", "change")))
     )
     return (
-        f'<div class="scroll"><table><caption>{escape(caption)}</caption>'
+        f'<div class="scroll"><table class="changes"><caption>{escape(caption)}</caption>'
         f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>"
     )
 
 
-def _change(run: int, finding: Finding, movement: Movement) -> str:
-    change = movement.last - movement.first
-    error = "" if movement.error is None else f" ± {movement.error:.2g}"
-    view = {
+def _view(run: int, finding: Finding, movement: Movement) -> dict[str, Any]:
+    """The explorer's state that shows a movement."""
+    return {
         "run": run,
         "metric": finding.sign.metric,
         "level": "whole" if movement.head is None else "heads",
@@ -153,14 +198,18 @@ def _change(run: int, finding: Finding, movement: Movement) -> str:
         "parameters": finding.sign.parameters,
         "row": row_key(movement.block, movement.component, movement.head),
     }
-    link = f'<a href="#{escape(urlencode(view))}">{escape(movement.where)}</a>'
-    cells = (
-        finding.sign.name,
-        f"{movement.first:.4g}",
-        f"{movement.last:.4g}",
-        f"{change:+.3g}{error}",
-    )
-    return f"<tr><td>{link}</td>" + "".join(f"<td>{escape(c)}</td>" for c in cells) + "</tr>"
+
+
+def _change(run: int, finding: Finding, movement: Movement) -> str:
+    sign = finding.sign
+    said = change(movement, sign) or f"{movement.last - movement.first:+.3g}"
+    of = error(movement, sign)
+    link = escape(f"#{urlencode(_view(run, finding, movement))}")
+    where = f'<a href="{link}">{escape(movement.where)}</a> <span>{escape(sign.name)}</span>'
+    cells = (number(movement.first, sign), number(movement.last, sign),
+             f"{said} ± {of}" if of else said)  # fmt: skip
+    numbers = "".join(f'<td class="n">{escape(cell)}</td>' for cell in cells)
+    return f"<tr><td>{where}</td>{numbers}</tr>"
 
 
 def row_key(block: int | None, component: str, head: int | None) -> str:
@@ -191,5 +240,7 @@ def _coverage(table: pd.DataFrame) -> str:
     counts = ", ".join(f"{name}: {count} checkpoints" for name, count in runs.items())
     lines = [f"{counts}. {int(known.sum())} of {len(table)} values measured."]
     reasons = table.loc[~known, "status"].astype(str).value_counts()
-    lines += [f"{count} without a value: {reason}" for reason, count in reasons.items()]
+    for reason, count in reasons.items():
+        why = REASONS.get(str(reason))
+        lines.append(f"{count} without a value: {reason}" + (f" ({why})" if why else ""))
     return _list(lines, "coverage")

@@ -74,9 +74,32 @@ def test_the_first_screen_needs_no_script(tmp_path):
     text = page.read_text("utf-8").split("<script", 1)[0]
     assert "Losing plasticity" in text and "one gap" in text
     assert "1 without a value: non_finite" in text
-    assert re.search(
-        r"block 2 fc1</a></td><td>features lose rank</td><td>38.12</td><td>23.12", text
+    assert "(what was measured holds NaN or infinity)" in text
+    assert (
+        "<li>Units go dormant: 3 of 3 activation layers; most in block 0 activation, from 5\u00a0% "
+        "at step 0 to 55\u00a0% at step 500 (+50 pts).</li>" in text
     )
+    assert "A sign is present when 25 % of its series moved" in text
+    row = r"block 2 fc1</a> <span>features lose rank</span></td>"
+    assert re.search(row + r'<td class="n">38.1</td><td class="n">23.1</td>', text)
+    assert '<div class="verdict bad">' in text
+
+
+def test_good_news_and_thin_evidence_look_different_from_bad(tmp_path):
+    table = make_table(tmp_path / "t")
+    steady = table.assign(value=table.groupby(["metric"], observed=True)["value"].transform("max"))
+    text = write(steady, tmp_path / "a.html").read_text("utf-8").split("<script", 1)[0]
+    assert '<div class="verdict good">' in text and "No sign of plasticity loss" in text
+    assert "Nothing moved in the direction of plasticity loss." in text
+    short = write(table[table["step"] < 200], tmp_path / "b.html").read_text("utf-8")
+    assert '<div class="verdict unsure">' in short and "Not enough evidence: 2" in short
+
+
+def test_the_explorer_opens_with_what_moved_most(tmp_path):
+    start = parts_of(write(make_table(tmp_path / "t"), tmp_path / "r.html"))[0]["start"]
+    expected = {"run": 0, "metric": "dormant_fraction", "level": "whole", "subject": "unit"}
+    expected |= {"tokens": "", "parameters": "tau=0.025", "row": "0|activation||"}
+    assert start == expected
 
 
 def test_given_verdicts_and_names_are_escaped(tmp_path):
