@@ -24,7 +24,7 @@ from plastiscope.anatomy.operands import (
 from plastiscope.anatomy.parts import AttentionSite, Matrix, Operand
 from plastiscope.anatomy.products import Product
 from plastiscope.anatomy.record import Call, Record
-from plastiscope.anatomy.rows import feeding, following, rows_by_slice
+from plastiscope.anatomy.rows import feeding, following, reached, rows_by_slice
 from plastiscope.anatomy.sites import Norm
 
 
@@ -71,10 +71,13 @@ def _rows_of(product: Product, rows: tuple[int, ...], keep: bool = False) -> Mat
 
 
 def attentions(
-    record: Record, linear: list[Product], norms: Sequence[Norm] = ()
+    record: Record, linear: list[Product], norms: Sequence[Norm], notes: list[str]
 ) -> list[Attention]:
-    """Every attention of the pass whose queries depend on the inputs, in order."""
-    by_call = {p.call.index: p for p in linear}
+    """Every attention of the pass whose queries depend on the inputs, in order.
+
+    One whose maps are over channels, not tokens, is left out, and a note says so.
+    """
+    by_call = {p.call.index: p for p in linear if not p.is_depthwise}
     found = []
     for call in record.calls:
         if call.op == SDPA:
@@ -83,9 +86,30 @@ def attentions(
             parts = explicit_parts(record, call, by_call)
         else:
             continue
-        if parts is not None and record.values[parts["q"].value].live:
+        if parts is None or not record.values[parts["q"].value].live:
+            continue
+        if _over_channels(record, parts["q"], by_call, norms):
+            path = call.site.module or "the network"
+            notes.append(f"{path} attends over channels, not tokens: its maps aren't measured")
+        else:
             found.append(_described(record, call, parts, by_call, norms))
     return found
+
+
+def _over_channels(
+    record: Record, part: Part, linear: dict[int, Product], norms: Sequence[Norm]
+) -> bool:
+    """Whether what stands for the tokens of q are rows of its weight."""
+    sources = feeding(record, part.value, linear)
+    if len(sources) != 1:
+        return False
+    shortcuts = {n.output: n.source for n in norms}
+    rows = reached(record, sources[0], part.value, frozenset(NORMS), shortcuts)
+    if rows is None or rows.shape[part.width] < 2:
+        return False
+    alike = rows.movedim(part.width, 0)
+    others = rows.movedim(part.token, 0)
+    return bool((alike == alike[0]).all()) and not bool((others == others[0]).all())
 
 
 def _described(
@@ -107,7 +131,8 @@ def _described(
             axes[x] = _assumed_heads(parts[x])
             notes.append(f"{x} comes from {len(sources[x])} weights, not one: no heads")
     heads = _count(record, parts["q"], axes["q"], batch)
-    groups, projections = _groups(used, sources, heads, notes)
+    widths = {x: record.values[part.value].tensor.shape[part.width] for x, part in parts.items()}
+    groups, projections = _groups(used, widths, sources, heads, notes)
     kv_heads = len(set(groups)) if groups else heads
     operands = {x: _operand(part, axes.get(x, axes["q"]), heads) for x, part in parts.items()}
     output = next(iter(following(record, parts["output"].value, linear)), None)
@@ -140,8 +165,7 @@ def _heads_of(
         if folded and batch > 1 and bool((used == used[:heads].repeat(batch, 1)).all()):
             return (None, heads), used[:heads]
         return (axis, 0), used
-    whole = rows_by_slice(record, product, part.value, part.token, norms).any(0)
-    return _assumed_heads(part), whole[None]
+    return _assumed_heads(part), rows_by_slice(record, product, part.value, None, norms)
 
 
 def _assumed_heads(part: Part) -> tuple[int | None, int]:
@@ -156,6 +180,7 @@ def _count(record: Record, part: Part, axes: tuple[int | None, int], batch: int)
 
 def _groups(
     used: dict[str, Tensor],
+    widths: Mapping[str, int],
     sources: dict[str, tuple[Product, ...]],
     heads: int,
     notes: list[str],
@@ -163,7 +188,8 @@ def _groups(
     """The key/value head of each query head, and the projections whose heads are apart."""
     projections = {}
     for x, mask in used.items():
-        if not _apart(mask) or (x == "q" and len(torch.unique(mask, dim=0)) != heads):
+        few = len(torch.unique(mask, dim=0)) != heads if x == "q" else False
+        if not _apart(mask) or few or int(mask[0].sum()) > widths[x]:
             notes.append(f"heads of {x} share weight rows: no heads")
             continue
         rows = tuple(tuple(row.nonzero().flatten().tolist()) for row in mask)

@@ -46,7 +46,18 @@ class Scene:
 
 def blocks(scene: Scene) -> list[Block]:
     """One block an attention, in order."""
-    return [_block(scene, k) for k in range(len(scene.attention))]
+    found = [_block(scene, k) for k in range(len(scene.attention))]
+    _leave_final_norm(scene, found)
+    return found
+
+
+def _leave_final_norm(scene: Scene, found: list[Block]) -> None:
+    """A norm after the last sum alone, where no other part has its norm there, is the network's."""
+    last = found[-1] if found else None
+    if last is None or last.norm1 is not None or last.norm2 is None or last.residual2 is None:
+        return
+    if last.norm2.source == last.residual2.output and not any(b.norm2 for b in found[:-1]):
+        last.norm2 = None
 
 
 def _block(scene: Scene, index: int) -> Block:
@@ -76,8 +87,8 @@ def _block(scene: Scene, index: int) -> Block:
             block.notes.append("what the experts compute can't be told: their units aren't seen")
     elif block.linear:
         block.feed_forward = feed_forward(record, block.linear)
-    last = block.residual2 or block.residual1
-    block.end = last.output if last else max([out, *(p.output for p in block.linear)])
+    sums = [r.output for r in (block.residual1, block.residual2) if r is not None]
+    block.end = max(sums) if sums else max([out, *(p.output for p in block.linear)])
     _find_norms(scene, block)
     if block.start < 0:
         source = own[0].source if own else attention.parts["q"].value
@@ -123,11 +134,18 @@ def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
     ]
     limit = later[0].parts["output"].value if later else record.output
     busy = {p.call.index for a in later[:1] for side in a.sources.values() for p in side}
-    for r in scene.residuals:
-        fits = reaches(record, anchor, r.skip) and reaches(record, r.output, limit)
-        if fits and len(r.linear) >= 2 and not _holds_attention(record, r, later):
-            block.residual2, block.linear = r, r.linear
-            return
+    fitting = [
+        r
+        for r in scene.residuals
+        if reaches(record, anchor, r.skip)
+        and reaches(record, r.output, limit)
+        and _is_feed_forward(record, r, later)
+    ]
+    if not fitting or not _with_attention(scene, block, fitting[0]):
+        fitting = _inside_before(scene, block) or fitting
+    if fitting:
+        block.residual2, block.linear = fitting[0], fitting[0].linear
+        return
     if later or block.residual1 is None:
         region = [
             p
@@ -138,6 +156,46 @@ def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
             and reaches(record, p.output, record.output)
         ]
         block.linear = tuple(region) if 2 <= len(region) <= 3 else ()
+
+
+def _is_feed_forward(record: Record, residual: Residual, others: list[Attention]) -> bool:
+    """Whether a branch is a part of its own, of linear maps that mix channels."""
+    mixing = [p for p in residual.linear if not p.is_depthwise]
+    return len(mixing) >= 2 and not _holds_attention(record, residual, others)
+
+
+def _inside_before(scene: Scene, block: Block) -> list[Residual]:
+    """Feed-forward parts before the attention in the same module: the block has them first."""
+    record, query = scene.record, block.attention.parts["q"].value
+    taken = {p.call.index for a in scene.attention for side in a.sources.values() for p in side}
+    return [
+        r
+        for r in scene.residuals
+        if reaches(record, r.output, query)
+        and _is_feed_forward(record, r, scene.attention)
+        and not any(p.call.index in taken for p in r.linear)
+        and _with_attention(scene, block, r)
+    ]
+
+
+def _with_attention(scene: Scene, block: Block, residual: Residual) -> bool:
+    """Whether the smallest module around an attention and its sum also holds another sum."""
+    record, call = scene.record, block.attention.call.index
+    first = block.residual1.call.index if block.residual1 else call
+    around = [
+        (m.stop - m.start, m.start, m.stop)
+        for m in record.modules
+        if m.start <= call < m.stop and m.start <= first < m.stop
+    ]
+    for _, start, stop in sorted(around):
+        inside = [
+            r
+            for r in scene.residuals
+            if start <= r.call.index < stop and _is_feed_forward(record, r, scene.attention)
+        ]
+        if inside:
+            return residual in inside
+    return True
 
 
 def _holds_attention(record: Record, residual: Residual, later: list[Attention]) -> bool:

@@ -162,8 +162,9 @@ def _expert_components(
     matrices = {"gate": ff.gate_matrix, "fc1": ff.fc1_matrix, "fc2": ff.fc2.matrix}
     for name, matrix in matrices.items():
         if name == "fc2" and ff.activation is not None:
+            path = _owner(_of(record, ff.fc2.matrix, number, found))
             function = ff.activation.function
-            yield Component(expert_part(number, "activation"), block, "", function=function)
+            yield Component(expert_part(number, "activation"), block, path, function=function)
         if matrix is not None:
             own = _of(record, matrix, number, found)
             yield Component(expert_part(number, name), block, _owner(own), (own,))

@@ -56,9 +56,8 @@ def _attention_components(scene: Scene, block: Block) -> list[tuple[int, Compone
         elif x in attention.undecided:
             rows = attention.undecided[x]
             parts.append((sources[0].output, Component(x, k, sources[0].path, (rows,))))
-        elif len(sources) > 1:
-            whole = tuple(p.matrix for p in sources)
-            parts.append((sources[0].output, Component(x, k, sources[0].path, whole)))
+        elif len(sources) > 1:  # its weights are parts of their own
+            parts.append((sources[0].output, Component(x, k, sources[0].path)))
     if attention.output is not None:
         parts.append((attention.output.output, output_component(scene, attention, k)))
     return parts

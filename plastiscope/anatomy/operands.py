@@ -5,6 +5,7 @@ Axes: B inputs, H heads, T tokens (Tq queries, Tk keys), dh head width.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -18,6 +19,7 @@ SDPA = "scaled_dot_product_attention"
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SOFTMAXES = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
 CAPS = {"tanh", "tanh_", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"}
+MOST_HEADS = 128
 HIDDEN = -9e3
 """A score below this was masked: masks add -1e4, the dtype's minimum or minus infinity."""
 
@@ -105,7 +107,9 @@ def _back_to_product(record: Record, number: int, linear: dict[int, Product]) ->
         seen.add(current)
         if call.op in PRODUCTS:
             pair = operands_of(record, call)
-            if call.index not in linear and pair and all(record.values[n].live for n in pair):
+            if call.index in linear and _mixes_heads(record, linear[call.index]):
+                waiting.append(linear[call.index].source)
+            elif call.index not in linear and pair and all(record.values[n].live for n in pair):
                 found[call.index] = call
         elif call.op in RESHAPES | POINTWISE | CAPS:
             waiting.extend(call.inputs)
@@ -122,13 +126,23 @@ def _on_to_product(record: Record, number: int, linear: dict[int, Product]) -> C
             continue
         seen.add(current)
         for call in record.consumers(current):
-            if call.op in PRODUCTS and call.index not in linear:
+            if call.index in linear and _mixes_heads(record, linear[call.index]):
+                waiting.extend(call.outputs)
+            elif call.op in PRODUCTS and call.index not in linear:
                 pair = operands_of(record, call)
                 if pair and all(record.values[n].live for n in pair):
                     found[call.index] = call
             elif call.op in RESHAPES | POINTWISE:
                 waiting.extend(call.outputs)
     return next(iter(found.values())) if len(found) == 1 else None
+
+
+def _mixes_heads(record: Record, product: Product) -> bool:
+    """Whether a linear map makes each head's scores of all heads' ("talking heads")."""
+    source, made = (record.values[n].tensor for n in (product.source, product.output))
+    square = product.height == math.prod(product.shape) // product.height
+    few = product.height <= min(source.numel() // product.height, MOST_HEADS)
+    return square and few and source.ndim == 4 and made.shape == source.shape
 
 
 def _operand_from(record: Record, call: Call, number: int) -> int:

@@ -58,6 +58,11 @@ class Product:
         return math.prod(self.shape[a] for a in self.matrix.out_axes)
 
     @property
+    def is_depthwise(self) -> bool:
+        """Whether it is a convolution that keeps every channel to itself."""
+        return self.call.op in CONVOLUTIONS and self.shape[1] == 1 and self.height > 1
+
+    @property
     def path(self) -> str:
         """The module that owns the weight."""
         return self.matrix.tensor.rpartition(".")[0]

@@ -16,6 +16,9 @@ from plastiscope.anatomy.record import Record
 from plastiscope.anatomy.sites import Norm, reaches
 
 
+ELEMENTWISE = {"relu", "gelu", "silu", "hardswish", "tanh", "sigmoid", "elu", "leaky_relu", "mish"}
+
+
 def feeding(record: Record, number: int, linear: dict[int, Product]) -> tuple[Product, ...]:
     """The nearest linear maps behind a value, in order."""
     found: dict[int, Product] = {}
@@ -45,7 +48,7 @@ def following(record: Record, number: int, linear: dict[int, Product]) -> list[P
         for call in record.consumers(current):
             if call.index in linear:
                 found[call.index] = linear[call.index]
-            elif call.op in RESHAPES | POINTWISE | NORMS:
+            elif call.op in RESHAPES | POINTWISE | NORMS | ELEMENTWISE:
                 waiting.extend(call.outputs)
     return [found[k] for k in sorted(found)]
 
@@ -63,16 +66,16 @@ def reached(
 
 
 def rows_by_slice(
-    record: Record, product: Product, number: int, axis: int, norms: Sequence[Norm] = ()
+    record: Record, product: Product, number: int, axis: int | None, norms: Sequence[Norm] = ()
 ) -> Tensor:
-    """Which rows make each slice of a value along one axis: bool [slices, R].
+    """Which rows make each slice of a value along one axis (None: the whole): bool [slices, R].
 
     By following elements where they only move; else by the gradient. A norm over all heads makes
     every head depend on every row: then its statistics are left out, and only its gain counts.
     """
     direct = reached(record, product, number)
     if direct is not None:
-        return _used(direct.movedim(axis, 0).flatten(1), product)
+        return _used(_slices(direct, axis).flatten(1), product)
     used = _by_gradient(record, product.output, number, axis, _spread(record, product), product)
     if bool((used.sum(0) <= 1).all()):
         return used
@@ -83,9 +86,13 @@ def rows_by_slice(
             if rows is None or bool((rows < 0).any()):
                 continue
             if norm.output == number:
-                return _used(rows.movedim(axis, 0).flatten(1), product)
+                return _used(_slices(rows, axis).flatten(1), product)
             return _by_gradient(record, norm.output, number, axis, rows, product)
     return used
+
+
+def _slices(value: Tensor, axis: int | None) -> Tensor:
+    return value[None] if axis is None else value.movedim(axis, 0)
 
 
 def _used(rows: Tensor, product: Product) -> Tensor:
@@ -105,12 +112,12 @@ def _spread(record: Record, product: Product) -> Tensor:
 
 
 def _by_gradient(
-    record: Record, start: int, number: int, axis: int, rows: Tensor, product: Product
+    record: Record, start: int, number: int, axis: int | None, rows: Tensor, product: Product
 ) -> Tensor:
     """bool [slices, R]: the rows at the elements of `start` that each slice has a gradient for."""
     leaf = record.values[start].tensor.detach().clone().requires_grad_(True)
     with torch.enable_grad():
-        value = record.run_again({start: leaf}, number).movedim(axis, 0)
+        value = _slices(record.run_again({start: leaf}, number), axis)
     drawn = torch.rand(value[0].shape, generator=torch.Generator().manual_seed(0)) + 0.5
     used = torch.zeros(len(value), product.height, dtype=torch.bool)
     if not value.requires_grad:

@@ -191,7 +191,23 @@ def _skip_and_branch(
     for first, second in (pair, pair[::-1]):
         if first in found and record.precedes(found[first].skip, second):
             return found[first].skip, second
+    for first, second in (pair, pair[::-1]):
+        unscaled = _unscaled(record, first)
+        if unscaled != first and record.precedes(unscaled, second):
+            return unscaled, second
     return None
+
+
+def _unscaled(record: Record, number: int) -> int:
+    """The value before it was multiplied by a constant or a learned factor, as skips may be."""
+    call = record.call_of(number)
+    while call is not None and call.op in SCALINGS:
+        live = [n for n in call.inputs if record.values[n].live]
+        if len(live) != 1:
+            break
+        number = live[0]
+        call = record.call_of(number)
+    return number
 
 
 def reaches(record: Record, first: int, second: int) -> bool:

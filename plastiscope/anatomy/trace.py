@@ -51,7 +51,8 @@ def _tried(batch: Batch) -> Batch:
 def _anatomy(record: Record) -> Anatomy:
     linear = products(record)
     normalised = norms(record)
-    attention = attentions(record, linear, normalised)
+    notes: list[str] = []
+    attention = attentions(record, linear, normalised, notes)
     head = _head(record, linear, attention)
     scene = Scene(record, linear, attention, normalised, residuals(record, linear), head)
     found = blocks(scene)
@@ -65,7 +66,8 @@ def _anatomy(record: Record) -> Anatomy:
     if head is not None:
         parts.append(linear_component(scene, "head", head, None))
     others = _others(scene, parts, found)
-    cls, prefix, notes = _tokens(scene, found)
+    cls, prefix, more = _tokens(scene, found)
+    notes += more
     for block in found:
         every = (*block.attention.notes, *block.notes)
         notes += [f"block {block.index}: {note}" for note in every]
@@ -98,11 +100,23 @@ def _embedding(scene: Scene, found: list[Block]) -> list[Component]:
         if call.op == "embedding" and record.values[call.outputs[0]].live
     ]
     names = [record.name(n) for call in tables[:1] for n in call.inputs if record.values[n].learned]
-    weights = [Matrix(n, (1,)) for n in names if n]
-    makers = [p for p in scene.linear if reaches(record, p.output, start)]
-    weights += [p.matrix for p in makers]
+    tokens = [Matrix(n, (1,)) for n in names if n]
+    makers = _before(scene, start)
+    weights = (tokens or [p.matrix for p in makers[-1:]])[:1]
     path = weights[0].tensor.rpartition(".")[0] if weights else ""
     return [seen(scene, Component("embedding", None, path, tuple(weights)), start)]
+
+
+def _before(scene: Scene, start: int) -> list[Product]:
+    """The linear maps that every value of a stream's beginning has passed, in order: no branches
+    beside a sum, which are parts of something deeper."""
+    record = scene.record
+    beside = {
+        p.call.index for r in scene.residuals if reaches(record, r.output, start) for p in r.linear
+    }
+    return [
+        p for p in scene.linear if reaches(record, p.output, start) and p.call.index not in beside
+    ]
 
 
 def _final_norm(scene: Scene, found: list[Block], head: Product | None) -> list[Component]:
@@ -122,14 +136,18 @@ def _final_norm(scene: Scene, found: list[Block], head: Product | None) -> list[
 def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Component]:
     """Everything that has no canonical name, under its own path."""
     record = scene.record
-    claimed = {m.tensor for c in parts for m in (*c.weights, *c.heads)}
+    claimed = {m.tensor for c in parts for m in c.weights}
     owners = {c.path for c in parts if c.weights}
+    stems = {p.tensor for p in _before(scene, found[0].start)} if found else set()
     extra: list[Component] = []
-    for product in scene.linear:
+    for product in {p.tensor: p for p in reversed(scene.linear)}.values():
+        name, block = own_name(product.tensor), _block_of(found, product.tensor)
         if product.tensor not in claimed:
-            claimed.add(product.tensor)
-            name, block = own_name(product.tensor), _block_of(found, product.tensor)
-            extra.append(linear_component(scene, name, product, block))
+            part = linear_component(scene, name, product, block)
+            extra.insert(0, replace(part, embeds=product.tensor in stems))
+        elif (rest := _rest(product, parts)) is not None:
+            extra.insert(0, Component(name, block, product.path, (rest,)))
+        claimed.add(product.tensor)
     for norm in scene.norms:
         if norm.weight and norm.weight not in claimed:
             claimed.add(norm.weight)
@@ -149,6 +167,15 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
         part = Component(own_name(name), _block_of(found, name), owner, (Matrix(name),))
         extra.append(replace(part, embeds=name in embedded))
     return extra
+
+
+def _rest(product: Product, parts: list[Component]) -> Matrix | None:
+    """The rows of a linear map that no part claims, when parts claim others."""
+    own = [m for c in parts for m in c.weights if m.tensor == product.tensor]
+    if any(m.rows is None or m.out_axes != product.matrix.out_axes for m in own):
+        return None
+    rows = sorted(set(range(product.height)) - {r for m in own for r in m.rows or ()})
+    return Matrix(product.tensor, product.matrix.out_axes, tuple(rows)) if rows else None
 
 
 def _embedded(record: Record, found: list[Block]) -> set[str]:
@@ -199,25 +226,28 @@ def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str
     start, end = record.values[found[0].start].tensor, found[-1].end
     if start.ndim != 3 or record.values[end].tensor.ndim != 3 or len(start) != len(record.inputs):
         return None, 0, []
-    prefix = 0
+    fixed: list[bool] = [False] * start.shape[1]
     if record.inputs.is_floating_point() and len(start) > 1:
-        same = (start[0] == start[1]).all(-1).tolist()
-        prefix = same.index(False) if False in same else 0
+        fixed = (start[0] == start[1]).all(-1).tolist()
+    fixed = [False] * len(fixed) if all(fixed) else fixed
+    prefix = fixed.index(False)
     try:
         used = _tokens_used(record, end)
     except (RuntimeError, LookupError):
         return None, prefix, ["which tokens the head reads can't be found: no CLS token"]
-    return _cls(used, prefix, record.inputs.is_floating_point())
+    return _cls(used, prefix, [k for k, same in enumerate(fixed) if same])
 
 
-def _cls(used: Tensor, prefix: int, image: bool) -> tuple[int | None, int, list[str]]:
+def _cls(used: Tensor, prefix: int, fixed: list[int]) -> tuple[int | None, int, list[str]]:
+    """The token that is the same for all inputs and that the head reads; behind the patches it is
+    counted from the end."""
     read = used.any(-1).nonzero().flatten().tolist()
-    if image and prefix:
-        own = [t for t in read if t < prefix]
+    if fixed:
+        own = [t for t in read if t in fixed]
         pooled = len(read) == len(used) and bool(torch.allclose(used[0], used[-1]))
         if not own or pooled:
             return None, prefix, ["the CLS token isn't read by the head"]
-        return own[0], prefix, []
+        return own[0] if own[0] < prefix else own[0] - len(used), prefix, []
     if read == [0] and len(used) > 1:
         return 0, max(prefix, 1), []
     return None, prefix, []

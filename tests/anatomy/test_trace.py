@@ -499,7 +499,14 @@ def test_latent_attention_names_what_it_can() -> None:
     anatomy = trace(model.module, model.forward, model.batch)
     assert len(part(anatomy, "q").heads) == 4 and len(part(anatomy, "v").heads) == 4
     k = part(anatomy, "k")
-    assert k.heads == () and len(k.weights) == 2
+    assert k.heads == () == k.weights
+    shapes = {n: p.shape[0] for n, p in model.module.named_parameters() if "layers.0" in n}
+    rows = {n: 0 for n in shapes if "kv_" in n and "norm" not in n}
+    for c in anatomy.components:
+        for m in c.weights:
+            if m.tensor in rows:
+                rows[m.tensor] += shapes[m.tensor] if m.rows is None else len(m.rows)
+    assert rows == {n: shapes[n] for n in rows}  # every row once: v's, and what is left
     assert any("k comes from 2 weights" in note for note in anatomy.notes)
     assert part(anatomy, "norm1").path == "model.layers.0.input_layernorm"
     assert part(anatomy, "router", 1).path == "model.layers.1.mlp.gate"
