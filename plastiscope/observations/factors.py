@@ -1,13 +1,14 @@
 """Gram matrices of per-input parameter gradients, from the factors that backward passes by.
 
-Axes: n gradients (B inputs times C copies of each, one for every output that is told apart), T
-places (tokens, positions, calls), p and q the two sides of a parameter. A matrix parameter's
-gradient for input i is sum_t V[i, t] S[i, t]^T, where V varies with the output asked for and S
-(the layer's input) doesn't. No gradient of the size inputs times parameters is ever held.
+Axes: B inputs, n = B*C gradients (C outputs are told apart for every input), T places (tokens,
+positions, calls), p and q the two sides of a parameter. A matrix parameter's gradient for input i
+is sum_t V[i, t] S[i, t]^T, where V varies with the output asked for and S (the layer's input)
+doesn't. No gradient of the size inputs times parameters is ever held.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ WORK_BYTES = 1 << 26
 
 @dataclass(frozen=True)
 class Outer:
-    """Factors of a matrix's gradient: varying [n, T, p], shared [n, T, q].
+    """Factors of a matrix's gradient: varying [n, T, p], shared [B, T, q].
 
     `transposed`: the parameter's first axis is q rather than p.
     """
@@ -46,7 +47,19 @@ class Direct:
 Factor = Outer | Indexed | Direct
 
 
-def gram(factors: list[Factor], copies: int = 1) -> Tensor:
+def joined_outputs(factors: Sequence[Factor]) -> Factor:
+    """One call's factors for every output, from those of each."""
+    first, c = factors[0], len(factors)
+    if isinstance(first, Outer):
+        varying = torch.stack([f.varying for f in factors if isinstance(f, Outer)], 1).flatten(0, 1)
+        return Outer(varying, first.shared, first.transposed)
+    gradients = torch.stack([f.gradients for f in factors if not isinstance(f, Outer)], 1)
+    if isinstance(first, Indexed):
+        return Indexed(first.rows.repeat_interleave(c, 0), gradients.flatten(0, 1))
+    return Direct(gradients.flatten(0, 1))
+
+
+def gram(factors: list[Factor]) -> Tensor:
     """Float64 Gram [n, n] of the gradient that all calls of one parameter make together."""
     outer = [f for f in factors if isinstance(f, Outer)]
     indexed = [f for f in factors if isinstance(f, Indexed)]
@@ -58,7 +71,7 @@ def gram(factors: list[Factor], copies: int = 1) -> Tensor:
     parts = []
     if outer:
         joined = _joined_outer(outer)
-        parts.append(outer_gram(joined.varying, joined.shared, copies))
+        parts.append(outer_gram(joined.varying, joined.shared))
     if indexed:
         table = _joined_indexed(indexed)
         parts.append(_indexed_gram(table))
@@ -84,26 +97,28 @@ def direct_gram(gradients: Tensor) -> Tensor:
     return total
 
 
-def outer_gram(varying: Tensor, shared: Tensor, copies: int = 1) -> Tensor:
+def outer_gram(varying: Tensor, shared: Tensor) -> Tensor:
     """Float64 Gram [n, n] of sum_t V[i, t] S[i, t]^T by the cheapest of three exact ways."""
     n, t, p = varying.shape
-    q = shared.shape[-1]
-    b = n // copies
+    b, _, q = shared.shape
     explicit = 2 * n * t * p * q + n * n * p * q
-    pairs = (b * t) ** 2 * (q + copies * p) + n * n * t * p
+    pairs = (b * t) ** 2 * (q + n // b * p) + n * n * t * p
     if explicit <= pairs:
         return _explicit(varying, shared)
-    return _by_pairs(varying, shared) if copies == 1 else _by_copies(varying, shared, copies)
+    return _by_pairs(varying, shared) if n == b else _by_outputs(varying, shared)
 
 
 def _explicit(varying: Tensor, shared: Tensor) -> Tensor:
     """The per-input gradients, some rows of the parameter at a time."""
     n, _, p = varying.shape
+    b, _, q = shared.shape
+    by_input = varying.reshape(b, n // b, *varying.shape[1:])
     total = varying.new_zeros(n, n, dtype=torch.float64)
-    size = max(1, WORK_BYTES // (n * shared.shape[-1] * varying.element_size()))
+    size = max(1, WORK_BYTES // (n * q * varying.element_size()))
     for start in range(0, p, size):
-        rows = (varying[:, :, start : start + size].mT @ shared).flatten(1)
-        total += rows @ rows.mT
+        rows = by_input[..., start : start + size].mT @ shared[:, None]
+        flat = rows.reshape(n, -1)
+        total += flat @ flat.mT
     return total
 
 
@@ -124,21 +139,25 @@ def _by_pairs(varying: Tensor, shared: Tensor) -> Tensor:
     return total
 
 
-def _by_copies(varying: Tensor, shared: Tensor, copies: int) -> Tensor:
-    """As by pairs, with the products of the shared factor taken once for all copies."""
+def _by_outputs(varying: Tensor, shared: Tensor) -> Tensor:
+    """As by pairs, with the products of the shared factor taken once for all outputs."""
     n, t, p = varying.shape
-    b = n // copies
-    single = shared[::copies]
-    by_input = varying.reshape(b, copies, t, p)
+    b = len(shared)
+    c = n // b
+    # [b, t, c*p]: one product with all outputs of an input, as wide as can be.
+    by_place = varying.reshape(b, c, t, p).transpose(1, 2).reshape(b, t, c * p)
+    weighted = varying.new_empty(t, b, c * p)
     total = varying.new_zeros(n, n, dtype=torch.float64)
     for i in range(b):
         # From input i on: the rest is the mirror image.
-        products = (single[i:] @ single[i].mT).mT
-        weighted = products[:, None] @ by_input[i:]
-        rows, columns = slice(i * copies, (i + 1) * copies), slice(i * copies, n)
-        found = by_input[i].reshape(copies, t * p) @ weighted.reshape(-1, t * p).mT
-        total[rows, columns] = found.double()
-        total[columns, rows] = found.mT.double()
+        products = shared[i] @ shared[i:].mT
+        for j in range(i, b):
+            torch.mm(products[j - i], by_place[j], out=weighted[:, j])
+        right = weighted[:, i:].reshape(t, -1, p)
+        found = (by_place[i].reshape(t, c, p) @ right.mT).double().sum(0)
+        rows, columns = slice(i * c, (i + 1) * c), slice(i * c, n)
+        total[rows, columns] = found
+        total[columns, rows] = found.mT
     return total
 
 
@@ -174,7 +193,8 @@ def _indexed_gram(table: Indexed) -> Tensor:
 
 def _cross_gram(table: Indexed, outer: Outer) -> Tensor:
     """<table's gradient of i, matrix's gradient of j>: the matrix [rows of the table, q]."""
-    by_row, by_column = outer.varying, outer.shared
+    outputs = len(outer.varying) // len(outer.shared)
+    by_row, by_column = outer.varying, outer.shared.repeat_interleave(outputs, 0)
     if outer.transposed:
         by_row, by_column = by_column, by_row
     n, t = table.rows.shape

@@ -2,11 +2,12 @@
 
 Axes: B inputs, C copies of each (one for every output told apart), n = B*C gradients.
 
-One forward and one backward pass give most of it: each layer's factors are reduced as soon as
-backward reaches it (`layers`, `factors`). A parameter that is used in another way gets a copy for
-each input where it broadcasts over them (a CLS token, a position table), else its gradients are
-taken input by input. A plan says which way each parameter goes; it is made once, on a few inputs,
-where every parameter's part is compared with the plain gradients of one input after the other.
+One forward and C backward passes give most of it: each layer's factors are reduced as soon as the
+last backward pass reaches it (`layers`, `factors`). A parameter that is used in another way gets a
+copy for each input where it broadcasts over them (a CLS token, a position table), else its
+gradients are taken input by input. A plan says which way each parameter goes; it is made once, on
+a few inputs, where every parameter's part is compared with the plain gradients of one input after
+the other.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 
 from ..errors import UsageError
 from .derivatives import Make, Names, by_input
-from .factors import Factor, direct_gram, gram
+from .factors import Direct, Factor, Outer, gram, joined_outputs
 from .layers import standing_in
 from .plans import Plan
 from .single_inputs import (
@@ -45,7 +46,8 @@ class _Reducer:
 
     plan: Plan
     inputs: int
-    copies: int
+    outputs: int
+    passes: int
     groups: Mapping[str, Hashable]
     grams: dict[Hashable, Tensor] = field(default_factory=dict)
     counts: Counter[Names] = field(default_factory=Counter)
@@ -69,9 +71,14 @@ class _Reducer:
     def factor(self, name: str, names: Names, number: int, make: Make) -> None:
         axis = self.plan.axes[names, number]
         factor = make(lambda x: by_input(x, axis, self.inputs))
+        if self.passes < self.outputs and isinstance(factor, Outer):
+            factor = replace(factor, shared=factor.shared[:: self.outputs])  # Equal for all copies.
         self.waiting.setdefault(name, []).append(factor)
-        if len(self.waiting[name]) == self.expected[name]:
-            self.add(name, gram(self.waiting.pop(name), self.copies))
+        calls = self.expected[name]
+        if len(self.waiting[name]) == calls * self.passes:
+            found = self.waiting.pop(name)
+            # Backward comes to the calls in the same order in every pass.
+            self.add(name, gram([joined_outputs(found[i::calls]) for i in range(calls)]))
 
     def add(self, name: str, part: Tensor) -> None:
         group = self.groups.get(name, "network")
@@ -86,37 +93,58 @@ def gradient_grams(
     plan: Plan,
     groups: Mapping[str, Hashable],
     *,
-    copies: int = 1,
+    outputs: int = 1,
     memory_limit: int = MEMORY_LIMIT,
 ) -> dict[Hashable, Tensor]:
-    """Float64 Gram [n, n] of the per-input gradients of each group of parameters.
+    """Float64 Gram [n, n] of the gradients of each input's `outputs` scalars, by parameter group.
 
-    `groups` names each parameter's group ("network" for one that it lacks). With `copies` the
-    batch already holds every input that many times in a row. Parameters and buffers are left as
-    they were. UsageError where the memory limit can't be kept, with the numbers.
+    `groups` names each parameter's group ("network" for one that it lacks). Parameters and buffers
+    are left as they were. UsageError where the memory limit can't be kept, with the numbers.
     """
     refuse_train_mode(module)
     parameters = trainable(module)
-    reducer = _Reducer(plan, size_of(batch), copies, groups)
+    held = plan.bytes_per_input * size_of(batch)
+    # The gradients of all outputs are held until the last pass; what is recomputed can't be passed
+    # more than once, so under a tight limit each input is copied for each output instead.
+    copied = outputs > 1 and held * (1 + outputs) > memory_limit
+    given = _repeated(batch, outputs) if copied else batch
+    passes, inputs = (1 if copied else outputs), size_of(given)
+    reducer = _Reducer(plan, inputs, outputs, passes, groups)
     names = {id(p): name for name, p in parameters.items()}
-    blocks = _blocks(module) if plan.bytes_per_input * size_of(batch) > memory_limit else []
+    blocks = _blocks(module) if plan.bytes_per_input * inputs > memory_limit else []
+    layered = [parameters[name] for name in plan.layered]
     with (
-        copies_of(module, plan.copied, size_of(batch)) as leaves,
+        copies_of(module, plan.copied, inputs) as leaves,
         standing_in(names, reducer),
         _recomputing(blocks),
         torch.enable_grad(),
     ):
-        total = scalars(forward(batch), batch).sum()
+        values = scalars(forward(given), given)
         reducer.recording = False
-        layered = [parameters[name] for name in plan.layered]
-        found = torch.autograd.grad(total, [*leaves.values(), *layered], allow_unused=True)
-    if any(g is not None for g in found[len(leaves) :]) or reducer.waiting:
+        totals = [_own_outputs(values).sum()] if copied else list(values.sum(0).unbind())
+        found: list[tuple[Tensor | None, ...]] = []
+        while totals:
+            wanted = [*leaves.values(), *layered]
+            more = len(totals) > 1
+            found += [autograd.grad(totals.pop(0), wanted, retain_graph=more, allow_unused=True)]
+    if reducer.waiting or any(g is not None for part in found for g in part[len(leaves) :]):
         raise ValueError("the network took another way than when its gradients were planned")
-    for name, g in zip(leaves, found, strict=False):
-        if g is not None:
-            reducer.add(name, direct_gram(g.flatten(1)))
+    for name, parts in zip(leaves, zip(*found, strict=True), strict=False):
+        known = [Direct(g.flatten(1)) for g in parts if g is not None]
+        if known:
+            reducer.add(name, gram([joined_outputs(known)]))
     _add_looped(reducer, forward, batch, scalars, parameters, memory_limit)
     return {group: (part + part.mT) / 2 for group, part in reducer.grams.items()}
+
+
+def _repeated(batch: Batch, outputs: int) -> Batch:
+    return {key: value.repeat_interleave(outputs, 0) for key, value in batch.items()}
+
+
+def _own_outputs(values: Tensor) -> Tensor:
+    """Of copy c of every input the output c: [n] of [n, C]."""
+    n, outputs = values.shape
+    return values[torch.arange(n), torch.arange(n) % outputs]
 
 
 def _add_looped(
@@ -133,7 +161,8 @@ def _add_looped(
     for name in (*reducer.plan.looped, None):
         need = 0
         if name is not None:
-            need = parameters[name].numel() * parameters[name].element_size() * size_of(batch)
+            need = parameters[name].numel() * parameters[name].element_size()
+            need *= size_of(batch) * reducer.outputs
             if need > memory_limit:
                 raise UsageError(
                     f"the gradients of {name} for {size_of(batch)} inputs need "

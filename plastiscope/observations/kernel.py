@@ -24,7 +24,6 @@ FUNCTIONS = ("mean_logit", "loss", "logits")
 OUTPUTS = 16
 """More outputs than this are projected (seeded, orthonormal) before they are told apart."""
 IGNORED = -100
-_OUTPUT = "which output"
 
 
 @dataclass(frozen=True)
@@ -107,25 +106,19 @@ def observe_ntk(
         raise unknown("function of the kernel", function, FUNCTIONS)
     outputs, projection = _outputs(forward, batch, seed) if function == "logits" else (1, None)
     plan = plan or plan_ntk(module, forward, batch)
-    many = {key: value.repeat_interleave(outputs, 0) for key, value in batch.items()}
-    which = torch.arange(outputs).repeat(len(batch["inputs"]))
-    many[_OUTPUT] = which.to(batch["inputs"].device)
 
     def scalars(logits: Tensor, given: Batch) -> Tensor:
         return _scalars(logits, given, function, projection)
 
-    def network(given: Batch) -> Tensor:
-        return forward({key: value for key, value in given.items() if key != _OUTPUT})
-
     groups = {} if components is None else components
     grams = gradient_grams(
         module,
-        network,
-        many,
+        forward,
+        batch,
         scalars,
         plan,
         groups,
-        copies=outputs,
+        outputs=outputs,
         memory_limit=memory_limit,
     )
     labels = batch.get("labels")
@@ -161,23 +154,21 @@ def _outputs(forward: Forward, batch: Batch, seed: int) -> tuple[int, Tensor | N
 
 
 def _scalars(logits: Tensor, batch: Batch, function: str, projection: Tensor | None) -> Tensor:
-    """f of each input (of each copy): [n]."""
+    """f of each input: [B, 1], or [B, C] for logits."""
     if function == "loss":
-        return _losses(logits, batch["labels"])
+        return _losses(logits, batch["labels"])[:, None]
     if function == "mean_logit":
-        return _over_tokens(logits.mean(-1), batch.get("mask"))
-    if projection is not None:
-        logits = logits @ projection
-    at = batch[_OUTPUT].reshape(-1, *(1 for _ in logits.shape[1:])).expand(*logits.shape[:-1], 1)
-    return _over_tokens(logits.gather(-1, at).squeeze(-1), batch.get("mask"))
+        return _over_tokens(logits.mean(-1, keepdim=True), batch.get("mask"))
+    return _over_tokens(logits if projection is None else logits @ projection, batch.get("mask"))
 
 
 def _over_tokens(values: Tensor, mask: Tensor | None) -> Tensor:
-    if values.ndim == 1:
+    """[B, C] of [B, C] or [B, T, C]."""
+    if values.ndim == 2:
         return values
     if mask is None:
         return values.mean(1)
-    counted = mask.to(values)
+    counted = mask.to(values)[..., None]
     return (values * counted).sum(1) / counted.sum(1).clamp(min=1)
 
 

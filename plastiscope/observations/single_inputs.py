@@ -18,7 +18,7 @@ from .factors import direct_gram
 Batch = Mapping[str, Tensor]
 Forward = Callable[[Batch], Tensor]
 Scalars = Callable[[Tensor, Batch], Tensor]
-"""One number for each input, [n], from the outputs."""
+"""C numbers for each input, [B, C], from the outputs."""
 
 
 def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -51,10 +51,13 @@ def one_by_one(
     for i in range(size_of(batch)):
         single = {key: value[i : i + 1] for key, value in batch.items()}
         with torch.enable_grad():
-            value = scalars(forward(single), single).sum()
-            gradients = torch.autograd.grad(value, wanted, allow_unused=True)
-        for name, g in zip(names, gradients, strict=True):
-            found[name].append(g if g is None else g.flatten())
+            values = scalars(forward(single), single)[0]
+            for value in values:
+                gradients = torch.autograd.grad(
+                    value, wanted, retain_graph=len(values) > 1, allow_unused=True
+                )
+                for name, g in zip(names, gradients, strict=True):
+                    found[name].append(g if g is None else g.flatten())
     return {
         name: direct_gram(
             torch.stack([p.new_zeros(p.numel()) if g is None else g for g in found[name]])

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Iterator
+import threading
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -39,13 +40,15 @@ def gram_of_columns(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         return rows.mT @ rows
     own = rows.detach().numpy()
-    return torch.from_numpy(np.matmul(np.swapaxes(own, -1, -2), own))
+    with _one_blas_thread:
+        return torch.from_numpy(np.matmul(np.swapaxes(own, -1, -2), own))
 
 
 def eigenvalues(symmetric: Floats) -> Floats:
     """Ascending [..., n] of float64 [..., n, n]; NaN where LAPACK failed."""
     try:
-        return np.asarray(np.linalg.eigvalsh(symmetric))
+        with _one_blas_thread:
+            return np.asarray(np.linalg.eigvalsh(symmetric))
     except np.linalg.LinAlgError:
         if symmetric.ndim == 2:
             return np.full(len(symmetric), np.nan)
@@ -64,7 +67,8 @@ def tridiagonal(lower: Floats) -> tuple[Floats, Floats]:
     if n < 2:
         return lower.diagonal().copy(), np.zeros(0)
     work = int(lapack.dsytrd_lwork(n, lower=1)[0])
-    _, diagonal, off, _, failed = lapack.dsytrd(lower, lower=1, lwork=work, overwrite_a=1)
+    with _one_blas_thread:
+        _, diagonal, off, _, failed = lapack.dsytrd(lower, lower=1, lwork=work, overwrite_a=1)
     if failed:
         raise ValueError(f"dsytrd refused its argument {-failed}")
     return np.asarray(diagonal), np.asarray(off)
@@ -113,7 +117,7 @@ def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_O
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with one_blas_thread():
+        with _one_blas_thread:
             if threads == 1:
                 return [function(item) for item in items]
             one = functools.partial(torch.set_num_threads, 1)
@@ -123,14 +127,29 @@ def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_O
         torch.set_num_threads(threads)
 
 
-@contextlib.contextmanager
-def one_blas_thread() -> Iterator[None]:
-    """While it lasts, NumPy's and SciPy's BLAS take one thread a call: on matrices of these sizes a
-    second one mostly waits."""
-    with _libraries().limit(limits=1, user_api="blas"):
-        yield
+class _OneThread(contextlib.AbstractContextManager[None]):
+    """While any thread is inside, NumPy's and SciPy's BLAS take one thread a call: on matrices of
+    these sizes a second one mostly waits, and on a busy machine for very long."""
+
+    def __init__(self) -> None:
+        self.lock, self.inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self.lock:
+            if not self.inside:
+                self.limits = _libraries().limit(limits=1, user_api="blas")
+            self.inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self.lock:
+            self.inside -= 1
+            if not self.inside:
+                self.limits.restore_original_limits()
 
 
 @functools.cache
 def _libraries() -> ThreadpoolController:
     return ThreadpoolController()
+
+
+_one_blas_thread = _OneThread()

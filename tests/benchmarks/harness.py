@@ -115,7 +115,9 @@ HEADER = (
 
 def run(module: str, name: str) -> Measured:
     """Time `name` of a bench module in a fresh process with two threads."""
-    environment = {**os.environ, "OMP_NUM_THREADS": THREADS, "MKL_NUM_THREADS": THREADS}
+    environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), THREADS)}
+    # A waiting thread that spins takes the core from the one it waits for on a busy machine.
+    environment["OMP_WAIT_POLICY"] = "passive"
     done = subprocess.run(
         [sys.executable, "-c", _WORKER, module, name],
         capture_output=True,
