@@ -8,6 +8,8 @@ const blank = { run: 0, compare: "", metric: "", level: "whole", subject: "", to
   at: "" };
 const state = { ...blank, ...data.start };
 let view = null;
+const PAGE = [700, 850];
+const printing = () => document.documentElement.classList.contains("printing");
 
 // Names come from files: they are text everywhere, and plotly.js reads < and & as markup.
 const safe = (text) => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;")
@@ -197,6 +199,7 @@ function layout(extra) {
   return { paper_bgcolor: colour("--paper"), plot_bgcolor: colour("--paper"), font: { color: ink,
     size: 12 }, margin: { l: 60, r: 16, t: 32, b: 50 }, showlegend: false, hovermode: "closest",
     hoverlabel: { bgcolor: colour("--soft"), font: { color: ink } },
+    width: printing() ? PAGE[0] : $("map").clientWidth,
     ...extra, xaxis: { ...axis, ...extra.xaxis }, yaxis: { ...axis, ...extra.yaxis } };
 }
 const config = { responsive: true, displaylogo: false,
@@ -236,7 +239,8 @@ function drawMap() {
   const names = rows.map((s) => rowName(s, true));
   const z = rows.map((s) => places.map((p) => shown(s, p)));
   const text = rows.map((s) => places.map((p) => safe(cellText(s, p))));
-  const height = Math.min(Math.max(rows.length * 15 + 112, 240), narrow ? 920 : 1500);
+  const height = Math.min(Math.max(rows.length * 15 + 112, 240),
+    printing() ? PAGE[1] : narrow ? 920 : 1500);
   const scale = limits(z);
   const trace = { type: "heatmap", z, text, hoverinfo: "text", ...scale, xgap: places.length > 80 ? 0 : 1,
     ygap: rows.length > 60 ? 0 : 1, colorbar: { thickness: narrow ? 8 : 14, outlinewidth: 0,
@@ -245,7 +249,7 @@ function drawMap() {
   const longest = Math.max(...names.map((n) => n.length), 4) * 6.6;
   const steps = places.map((p) => stepName(state.run, p).replace("step ", ""));
   const label = Math.max(...steps.map((n) => n.length), 2) * 7.5 + 8;
-  const extra = { plot_bgcolor: colour("--grey"), shapes: cursor(),
+  const extra = { height, plot_bgcolor: colour("--grey"), shapes: cursor(),
     xaxis: { ...thin(steps, wide - longest - 90, label), showgrid: false,
       title: { text: "training step" }, tickangle: 0 },
     yaxis: { ...thin(names, height - 92, 13), showgrid: false, autorange: "reversed" } };
@@ -300,7 +304,8 @@ function band(x, y, e, tone) {
   return parts.filter((p) => p.length > 1).map((p) => ({ type: "scatter", mode: "lines",
     x: [...p.map((q) => q[0]), ...p.map((q) => q[0]).reverse()],
     y: [...p.map((q) => q[1]), ...p.map((q) => q[2]).reverse()],
-    fill: "toself", fillcolor: tone + "33", line: { width: 0 }, hoverinfo: "skip" }));
+    fill: "toself", fillcolor: tone + "33", line: { width: 0 }, hoverinfo: "skip",
+    showlegend: false }));
 }
 function courseOf(s, run, places) {
   const x = places.map((p) => data.runs[run].steps[p] === null ? p : data.runs[run].steps[p]);
@@ -344,7 +349,7 @@ function drawCourse() {
   const at = state.at === "" ? null : data.runs[state.run].steps[Number(state.at)];
   const mark = at === null || at === undefined ? [] : [{ type: "line", x0: at, x1: at, yref: "paper",
     y0: 0, y1: 1, line: { color: colour("--quiet"), dash: "dot", width: 1 } }];
-  Plotly.react("course", traces, layout({ shapes: mark, showlegend: Boolean(twin),
+  Plotly.react("course", traces, layout({ height: 320, shapes: mark, showlegend: Boolean(twin),
     legend: { orientation: "h", y: 1.12 }, xaxis: { title: { text: "training step" } },
     yaxis: { title: { text: safe(words(state.metric)) } } }), config);
   if ($("course-details").open) fillTable("course-table", courseRows());
@@ -450,16 +455,20 @@ addEventListener("resize", () => {
     if (view && window.innerWidth !== width) { width = window.innerWidth; drawMap(); drawCourse(); }
   }, 200);
 });
+// On paper: light, and the pictures as wide as a page.
 let before = "";
+function dress(theme, paper) {
+  document.documentElement.dataset.theme = theme;
+  document.documentElement.classList.toggle("printing", paper);
+  if (!view) return;
+  drawMap();
+  drawCourse();
+}
 addEventListener("beforeprint", () => {
   before = document.documentElement.dataset.theme || "";
-  document.documentElement.dataset.theme = "light";
-  if (view) { drawMap(); drawCourse(); }
+  dress("light", true);
 });
-addEventListener("afterprint", () => {
-  document.documentElement.dataset.theme = before;
-  if (view) { drawMap(); drawCourse(); }
-});
+addEventListener("afterprint", () => dress(before, false));
 addEventListener("hashchange", () => {
   if (readHash()) { refresh(); $("explorer").scrollIntoView(); }
 });

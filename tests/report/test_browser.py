@@ -200,6 +200,8 @@ def test_two_runs_are_compared_at_the_same_steps(opened):
         "return document.getElementById('course').data.filter(t => t.name).map(t => t.name)"
     )
     assert len([n for n in names if n.startswith(("first", "second"))]) == 2
+    legend = opened.find_elements(By.CSS_SELECTOR, "#course .legendtext")
+    assert [each.text.split(" ")[0] for each in legend] == ["first", "second"]
 
 
 def test_a_gap_breaks_the_course(opened):
@@ -307,26 +309,26 @@ def test_another_probe_is_told_where_runs_are_compared(browser, tmp_path):
 def test_prints_on_white_without_the_controls(opened):
     choose(opened, "theme", "dark")
     opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": "print"})
+    opened.execute_script("dispatchEvent(new Event('beforeprint'))")
     try:
-        style = "return getComputedStyle(document."
-        assert opened.execute_script(style + "body).backgroundColor") == "rgb(255, 255, 255)"
+        body = "return getComputedStyle(document.body).backgroundColor"
+        assert opened.execute_script(body) == "rgb(255, 255, 255)"
         assert not opened.find_element(By.ID, "controls").is_displayed()
+        assert not opened.find_element(By.ID, "map-download").is_displayed()
         assert opened.find_element(By.CLASS_NAME, "verdict").is_displayed()
-        assert (
-            opened.execute_script(
-                "dispatchEvent(new Event('beforeprint'));"
-                "return document.documentElement.dataset.theme"
-            )
-            == "light"
-        )
+        wide = "return document.querySelector('#map .main-svg').getBoundingClientRect().width"
+        assert opened.execute_script(wide) == 700
+        assert opened.execute_script(wide.replace("width", "height")) <= 850
         inks = opened.execute_script(
             "return [...document.querySelectorAll('p, li, td, th, h1, h2, figcaption')]"
             ".filter(e => e.offsetParent).map(e => getComputedStyle(e).color)"
         )
-        assert len(inks) > 20 and all(int(i.split("(")[1].split(",")[0]) < 100 for i in inks)
+        reds = [int(ink.split("(")[1].split(",")[0]) for ink in inks]
+        assert len(reds) > 20 and max(reds) < 100
     finally:
         opened.execute_script("dispatchEvent(new Event('afterprint'))")
         opened.execute_cdp_cmd("Emulation.setEmulatedMedia", {"media": ""})
+    assert opened.execute_script(wide) > 1000
 
 
 def test_pictures_and_controls_have_names(opened):
