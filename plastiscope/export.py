@@ -6,6 +6,7 @@ their steps. Rows without a value or a step are left out: trackers know no reaso
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,35 @@ def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
                 client.log_batch(to, metrics=metrics[start : start + 1000])
         client.set_terminated(to)
     return [folder]
+
+
+def to_wandb(table: pd.DataFrame, folder: Path) -> list[Path]:
+    """Offline runs for Weights & Biases, in FOLDER/wandb; `wandb sync` sends them, nothing else.
+
+    Neither the host nor its hardware, packages or code are recorded. Raises UsageError without the wandb package.
+    """
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
+    try:
+        import wandb
+    except ImportError as error:
+        raise _missing("wandb", "wandb") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    settings = wandb.Settings(
+        console="off", disable_code=True, disable_git=True, host="", save_code=False, silent=True,
+        x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True,
+        x_save_requirements=False,
+    )  # fmt: skip
+    written = []
+    for run, frame in _runs(table):
+        to = wandb.init(
+            project="plastiscope", name=run, dir=str(folder), mode="offline", settings=settings,
+            reinit="finish_previous",
+        )  # fmt: skip
+        for step, values in _steps(frame):
+            to.log(dict(values), step=step)
+        written.append(Path(to.dir).parent)
+        to.finish()
+    return written
 
 
 def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pandas as pd
@@ -9,7 +13,7 @@ import pytest
 
 from plastiscope import store
 from plastiscope.errors import NotEnoughEvidenceError
-from plastiscope.export import to_mlflow, to_tensorboard
+from plastiscope.export import to_mlflow, to_tensorboard, to_wandb
 from plastiscope.store import Row
 
 RANK = "effective_rank/q/block 1/head 2/all/feature"
@@ -49,6 +53,21 @@ def test_mlflow_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
     (run,) = client.search_runs([experiment])
     history = client.get_metric_history(run.info.run_id, RANK)
     assert [(m.step, m.value) for m in history] == [(50, 6.25), (1000, 125.0)]
+
+
+def test_wandb_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
+    (folder,) = to_wandb(table, tmp_path / "wb")
+    command = [str(Path(sys.executable).with_name("wandb")), "leet", "inspect", "--json", folder]
+    quiet = os.environ | {"WANDB_ERROR_REPORTING": "false"}
+    told = subprocess.run(command, capture_output=True, text=True, check=True, env=quiet).stdout
+    records = [json.loads(line) for line in told.splitlines() if line.startswith("{")]
+    history = [r["history"]["item"] for r in records if r["type"] == "history"]
+    assert [(h["_step"], h[RANK]) for h in history] == [(50, 6.25), (1000, 125.0)]
+    assert all(h[DORMANT] == 0.25 for h in history)
+    (run,) = [r["run"] for r in records if r["type"] == "run"]
+    assert (run["display_name"], run["project"]) == ("r", "plastiscope")
+    assert folder.name.startswith("offline-run-")
+    assert '"host"' not in told and not (folder / "files" / "requirements.txt").exists()
 
 
 def test_nothing_to_export_says_so(table: pd.DataFrame, tmp_path: Path) -> None:

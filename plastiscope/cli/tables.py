@@ -132,16 +132,20 @@ def export(
     outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
     tensorboard: Annotated[Path | None, typer.Option(help="Write event files here.")] = None,
     mlflow: Annotated[Path | None, typer.Option(help="Write an MLflow database here.")] = None,
+    wandb_offline: Annotated[
+        Path | None, typer.Option(help="Write offline runs for Weights & Biases here.")
+    ] = None,
 ) -> None:
-    """Write the tables for an experiment tracker: TensorBoard or MLflow, steps preserved."""
+    """Write the tables for an experiment tracker: TensorBoard, MLflow or W&B, steps preserved."""
     from .. import store
-    from ..export import to_mlflow, to_tensorboard
+    from ..export import to_mlflow, to_tensorboard, to_wandb
 
-    if tensorboard is None and mlflow is None:
-        raise UsageError("say where to: --tensorboard DIR or --mlflow DIR")
+    if tensorboard is None and mlflow is None and wandb_offline is None:
+        raise UsageError("say where to: --tensorboard DIR, --mlflow DIR or --wandb-offline DIR")
     table = store.read(outs, results=True)
     written = to_tensorboard(table, tensorboard) if tensorboard else []
     written += to_mlflow(table, mlflow) if mlflow else []
+    written += to_wandb(table, wandb_offline) if wandb_offline else []
     for path in written:
         print(path)
 
