@@ -159,6 +159,11 @@ def _named(record: Record, call: Call, start: int) -> Activation | None:
     source, output = call.inputs[0], call.outputs[0]
     if record.values[source].tensor.shape != record.values[output].tensor.shape:
         return None
+    if (
+        "clamp" in call.op
+        and record.values[source].tensor.numel() < record.values[start].tensor.numel()
+    ):
+        return None  # of a norm, that it isn't divided by 0
     for taker in record.consumers(output):
         others = [n for n in taker.inputs if n != output and record.values[n].live]
         if taker.op in PRODUCTS_OF_TWO and len(others) == 1 and _from(record, start, others[0]):

@@ -126,7 +126,8 @@ def _described(
     batch = len(record.inputs)
     for x in "qkv":
         if len(sources[x]) == 1:
-            axes[x], used[x] = _heads_of(record, sources[x][0], parts[x], batch, norms)
+            found, used[x] = _heads_of(record, sources[x][0], parts[x], batch, norms)
+            axes[x] = found or _joint_heads(record, parts[x], axes.get("q"), used[x])
         else:
             axes[x] = _assumed_heads(parts[x])
             notes.append(f"{x} comes from {len(sources[x])} weights, not one: no heads")
@@ -151,8 +152,11 @@ def _described(
 
 def _heads_of(
     record: Record, product: Product, part: Part, batch: int, norms: Sequence[Norm]
-) -> tuple[tuple[int | None, int], Tensor]:
-    """((head axis or None, heads folded in the batch axis), rows used by each head)."""
+) -> tuple[tuple[int | None, int] | None, Tensor]:
+    """((head axis or None, heads folded in the batch axis), rows used by each head).
+
+    With None in place of the axes, and the rows of all heads, when no axis tells heads apart.
+    """
     sizes = record.values[part.value].tensor.shape
     for axis in reversed(part.leading):
         if sizes[axis] == 1:
@@ -165,7 +169,24 @@ def _heads_of(
         if folded and batch > 1 and bool((used == used[:heads].repeat(batch, 1)).all()):
             return (None, heads), used[:heads]
         return (axis, 0), used
-    return _assumed_heads(part), rows_by_slice(record, product, part.value, None, norms)
+    return None, rows_by_slice(record, product, part.value, None, norms)
+
+
+def _joint_heads(
+    record: Record, part: Part, queries: tuple[int | None, int] | None, used: Tensor
+) -> tuple[int | None, int]:
+    """The heads' axis where the same rows make everything: the queries' own, for shared keys.
+
+    Queries that one head's rows make are one head, whatever windows there are.
+    """
+    sizes = record.values[part.value].tensor.shape
+    if queries is not None:
+        own = queries[0] in part.leading or queries == (None, 1)
+        return queries if own else _assumed_heads(part)
+    if int(used.sum()) > sizes[part.width]:
+        return _assumed_heads(part)
+    single = [axis for axis in part.leading[1:] if sizes[axis] == 1]
+    return (single[-1], 0) if single else (None, 1)
 
 
 def _assumed_heads(part: Part) -> tuple[int | None, int]:

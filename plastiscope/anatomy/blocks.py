@@ -90,10 +90,16 @@ def _block(scene: Scene, index: int) -> Block:
     sums = [r.output for r in (block.residual1, block.residual2) if r is not None]
     block.end = max(sums) if sums else max([out, *(p.output for p in block.linear)])
     _find_norms(scene, block)
+    if attention.sources["k"] and not _from_stream(record, block, attention.sources["k"][0]):
+        block.notes.append("queries and keys come from different streams: cross-attention")
     if block.start < 0:
         source = own[0].source if own else attention.parts["q"].value
         block.start = block.norm1.source if block.norm1 else source
     return block
+
+
+def _from_stream(record: Record, block: Block, product: Product) -> bool:
+    return block.start < 0 or reaches(record, block.start, product.source)
 
 
 def _around_attention(scene: Scene, attention: Attention) -> Residual | None:

@@ -109,7 +109,7 @@ def _expert_of(record: Record, product: Product, router: Product) -> int | None:
 def _number(record: Record, tensor: str, count: int) -> tuple[int, int] | None:
     """Where in a name the expert's number is: that which goes from 0 to E - 1."""
     known = {name for name, _ in record.module.named_parameters()}
-    for match in re.finditer(r"(?<![^.])\d+(?=\.)", tensor):
+    for match in re.finditer(r"(?<!\d)\d+(?=\.)", tensor):
         start, end = match.span()
         alike = [f"{tensor[:start]}{k}{tensor[end:]}" in known for k in range(count + 1)]
         if all(alike[:count]) and not alike[count]:

@@ -45,8 +45,8 @@ def feed_forward(record: Record, linear: tuple[Product, ...]) -> FeedForward | N
     far = [p for p in others.values() if p.call.index not in near]
     if len(behind) == 1 and len(far) == 1 and behind[0].is_depthwise:
         # A depthwise convolution between fc1 and the activation, as in PVT and SegFormer.
-        last = activation_between(record, behind[0].output, fc2.source)
-        return FeedForward(far[0], _matrix(record, far[0], None), fc2, activation=last)
+        activation = activation_between(record, behind[0].output, fc2.source)
+        return FeedForward(far[0], _matrix(record, far[0], None), fc2, activation=activation)
     if not behind or far or len(behind) > 2:
         return None
     gated = _gate(record, fc2.source, behind, others)

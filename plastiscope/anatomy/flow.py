@@ -30,6 +30,12 @@ NORMS = {
     "_fused_rms_norm", "normalize",
 }  # fmt: skip
 
+_NAMES = {
+    "relu", "relu6", "gelu", "silu", "hardswish", "tanh", "sigmoid", "elu", "selu", "celu", "mish",
+    "leaky_relu", "softplus",
+}  # fmt: skip
+ACTIVATIONS = {*_NAMES, *(f"{name}_" for name in _NAMES)}
+
 
 def places(
     record: Record,

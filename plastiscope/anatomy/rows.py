@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from plastiscope.anatomy.flow import NORMS, POINTWISE, RESHAPES, places
+from plastiscope.anatomy.flow import ACTIVATIONS, NORMS, POINTWISE, RESHAPES, places
 from plastiscope.anatomy.products import Product
 from plastiscope.anatomy.record import Record
 from plastiscope.anatomy.sites import Norm, reaches
-
-
-ELEMENTWISE = {"relu", "gelu", "silu", "hardswish", "tanh", "sigmoid", "elu", "leaky_relu", "mish"}
 
 
 def feeding(record: Record, number: int, linear: dict[int, Product]) -> tuple[Product, ...]:
@@ -48,7 +45,7 @@ def following(record: Record, number: int, linear: dict[int, Product]) -> list[P
         for call in record.consumers(current):
             if call.index in linear:
                 found[call.index] = linear[call.index]
-            elif call.op in RESHAPES | POINTWISE | NORMS | ELEMENTWISE:
+            elif call.op in RESHAPES | POINTWISE | NORMS | ACTIVATIONS:
                 waiting.extend(call.outputs)
     return [found[k] for k in sorted(found)]
 

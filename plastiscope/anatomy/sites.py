@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plastiscope.anatomy.flow import CASTS, NORMS, RESHAPES
+from plastiscope.anatomy.flow import ACTIVATIONS, CASTS, NORMS, RESHAPES
 from plastiscope.anatomy.parts import Site
 from plastiscope.anatomy.products import PRODUCTS, Product
 from plastiscope.anatomy.record import Call, ModuleCall, Record
@@ -96,8 +96,8 @@ def _module_norm(record: Record, part: ModuleCall) -> Norm | None:
     a, b = record.values[source], record.values[output]
     if not a.live or a.tensor.shape != b.tensor.shape or not record.precedes(source, output):
         return None
-    if ops & (PRODUCTS | {"softmax"}) or not ops & (NORMS | STATISTICS):
-        return None
+    if ops & (PRODUCTS | ACTIVATIONS | {"softmax"}) or not ops & (NORMS | STATISTICS):
+        return None  # a norm joined with its activation is found as a function
     names = [n for c in calls for n in c.inputs if record.name(n) and record.values[n].learned]
     prefix = part.site.module + "."
     gains = [record.name(n) for n in names if str(record.name(n)).endswith("weight")]
