@@ -20,6 +20,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
+KERNELS = ("mean_logit", "loss", "logits")
 OTHER_TABLES = ("check", "profiles")
 
 
@@ -30,7 +31,9 @@ class Settings:
     `folds` parts of the probe give the jackknife standard errors; `probe_inputs` is the size of a
     synthetic probe; `probe_rows` bounds the rows of a feature matrix, spread evenly over the
     inputs; `batch_size` inputs go through the network at once. `gradient_inputs` of the probe are
-    used for the tangent kernel and the sensitivity, `jacobian_inputs` for Jacobians.
+    used for the tangent kernel and the sensitivity, `jacobian_inputs` for Jacobians. `kernel` names
+    the functions whose gradients make the tangent kernel: mean_logit, loss, logits (each logit by
+    itself, or 16 seeded projections of more).
     """
 
     out: Path = Path("plastiscope-out")
@@ -45,6 +48,7 @@ class Settings:
     batch_size: int = 32
     gradient_inputs: int = 32
     jacobian_inputs: int = 4
+    kernel: tuple[str, ...] = ("mean_logit",)
     folds: int = 8
     seed: int = 0
     weights: str = "raw"
@@ -71,6 +75,9 @@ class Settings:
         }.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        for function in self.kernel:
+            if function not in KERNELS:
+                raise unknown("kernel", function, KERNELS)
         if self.every < 1:
             raise UsageError(f"every must be at least 1, not {self.every}")
 

@@ -95,7 +95,7 @@ def costs(network: Network, settings: Settings) -> dict[str, float]:
         few = first_inputs(part, settings.jacobian_inputs)
         work = Work(
             forward=timed(live.forward, part) * many / some,
-            functions=1 + ("labels" in part),
+            functions=len(settings.kernel) + ("labels" in part and "loss" not in settings.kernel),
             tensors=sum(1 for _ in live.module.parameters()),
             groups=sum(bool(c.weights) for c in network.anatomy.components),
             tokens=0 if part["inputs"].is_floating_point() else inputs["inputs"].numel(),

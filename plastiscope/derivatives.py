@@ -42,6 +42,9 @@ FAMILIES: Mapping[str, frozenset[str]] = {
 """Names that stand for several metrics: all that need these observations."""
 NORMS = ("norm1", "norm2", "final_norm", "norm")
 LINEARS = ("fc1", "fc2", "gate", "fc", "head")
+LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
+"""Metrics of the loss's kernel alone."""
+ALIGNMENT = frozenset({"ntk_alignment"})
 WHOLE = ("network", None)
 Where = tuple[str, int | None]
 
@@ -65,13 +68,15 @@ def first_inputs(batch: Batch, count: int) -> Batch:
 
 
 def kernels(
-    network: Network, batch: Batch, chosen: frozenset[str], seed: int
+    network: Network, batch: Batch, chosen: frozenset[str], asked: Sequence[str], seed: int
 ) -> dict[tuple[str, Hashable], Kernel]:
-    """The kernel of the mean logit, and with labels that of the loss; whole and by component."""
+    """The kernels of the functions asked for, and with labels that of the loss where a metric needs
+    it; whole and by component."""
     assert network.live is not None
     live = network.live
-    needs_loss = "labels" in batch and {"fisher_effective_rank", "gradient_norm"} & chosen
-    functions = ["mean_logit", *(["loss"] if needs_loss else [])]
+    functions = [f for f in asked if f != "loss" or "labels" in batch]
+    if "labels" in batch and LOSS_METRICS & chosen and "loss" not in functions:
+        functions.append("loss")
     owners = parameter_owners(network)
     return {
         (function, key): kernel
@@ -100,6 +105,15 @@ def kernel_rows(
     """The rows of every kernel. Keys are those of `kernels`."""
     for (_, key), kernel in found.items():
         yield from measure(kernel, place_of(key), chosen)
+
+
+def unlabelled_rows(batch: Batch, chosen: frozenset[str]) -> Iterator[Row]:
+    """Null rows of what needs labels, and of what needs one label an input (tokens have many)."""
+    place, labels = Place("network", None, "ntk"), batch.get("labels")
+    if labels is None:
+        yield from absent("Kernel", place, "no_labels", (LOSS_METRICS | ALIGNMENT) & chosen)
+    elif labels.ndim != 1:
+        yield from absent("Kernel", place, "many_labels_an_input", ALIGNMENT & chosen)
 
 
 def place_of(key: Hashable) -> Place:

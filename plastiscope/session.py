@@ -25,6 +25,7 @@ from .derivatives import (
     kernels,
     place_of,
     sensitivity_rows,
+    unlabelled_rows,
     wants,
 )
 from .errors import NotEnoughEvidenceError, UnreadableError
@@ -114,7 +115,7 @@ class Session:
             settings=[
                 s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
                 s.weights, s.prefix, s.base, s.rename, s.families, s.allow_partial,
-                s.gradient_inputs, s.jacobian_inputs,
+                s.gradient_inputs, s.jacobian_inputs, s.kernel,
             ],
         )  # fmt: skip
 
@@ -284,6 +285,7 @@ class Session:
         if wants("ntk", chosen):
             found = self._kernels(position, network, each)
             yield from kernel_rows(found, chosen)
+            yield from unlabelled_rows(batch, chosen)
             if position > 0 and self._earlier_positions(position) == (None, None):
                 places = {place_of(key) for _, key in found}
                 for place in sorted(places, key=str):
@@ -323,7 +325,8 @@ class Session:
         if key not in self.kernels:
             network.fill(self.run.checkpoints[position].open())
             batch = network.on_device(first_inputs(each.batch, self.settings.gradient_inputs))
-            self.kernels[key] = kernels(network, batch, self.chosen, self.settings.seed)
+            s = self.settings
+            self.kernels[key] = kernels(network, batch, self.chosen, s.kernel, s.seed)
         return self.kernels[key]
 
 

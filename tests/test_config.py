@@ -31,6 +31,7 @@ def test_pyproject_is_read_too(tmp_path: Path) -> None:
         ("probe_row = 3", "did you mean 'probe_rows'"),
         ("folds = 'x'", "takes a value of type int"),
         ("folds = true", "takes a value of type int"),
+        ("kernel = ['logit']", "unknown kernel 'logit': did you mean 'logits'"),
         ("folds = 1", "folds must be at least 2"),
         ("only = [1]", "list of strings"),
         ("probe = 3", "takes a string"),

@@ -87,6 +87,29 @@ def test_the_kernel_is_the_dense_one(run: Path, table: pd.DataFrame) -> None:
         assert found.tolist() == [pytest.approx(float(np.trace(kernel)), rel=1e-5)]
 
 
+def test_the_kernel_of_each_logit_is_the_dense_one(run: Path, tmp_path: Path) -> None:
+    """And without labels a metric that needs them is a row with the reason."""
+    inputs = np.load(run / "probe.npz")["inputs"]
+    np.savez(tmp_path / "bare.npz", inputs=inputs)
+    settings = Settings(
+        out=tmp_path / "out", probe=str(tmp_path / "bare.npz"), steps="2", kernel=("logits",),
+        only=("ntk_trace", "ntk_spectrum", "ntk_alignment", "gradient_norm"),
+    )  # fmt: skip
+    table = plastiscope.analyze(run, settings).table()
+    net, x = stored(run, 2)
+    parameters = dict(net.named_parameters())
+    rows = torch.func.jacrev(lambda p: functional_call(net, p, (x,)))(parameters)
+    jacobian = torch.cat([r.flatten(2) for r in rows.values()], 2).flatten(0, 1)
+    found = at(table, "ntk_trace", 2, "network")
+    assert found["value"].tolist() == [pytest.approx(float(jacobian.square().sum()), rel=1e-5)]
+    assert found["parameters"].str.startswith("f=logits").all()
+    largest = at(table, "ntk_spectrum", 2, "network", index=0)["value"].tolist()
+    sigma = torch.linalg.svdvals(jacobian.double())
+    assert largest == [pytest.approx(float(sigma[0] ** 2), rel=1e-5)]
+    for metric in ("ntk_alignment", "gradient_norm"):
+        assert at(table, metric, 2, "network")["status"].tolist() == ["no_labels"]
+
+
 def test_drift_against_the_first_and_the_previous_checkpoint(
     run: Path, table: pd.DataFrame
 ) -> None:

@@ -57,6 +57,15 @@ def analyze(
             rich_help_panel=MEASURE,
         ),
     ] = None,
+    kernel: Annotated[
+        str | None,
+        typer.Option(
+            help="Of which functions the tangent kernel is: mean_logit, loss, logits. "
+            "[default: mean_logit, and with labels loss]",
+            metavar="A,B",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
     probe_rows: Annotated[
         int | None,
         typer.Option(
@@ -143,7 +152,8 @@ def analyze(
 
     settings = read_settings(
         profile=profile, out=out, probe=probe, model=model, assume=pairs(assume), device=device,
-        only=name_list(only), extra=name_list(extra), probe_rows=probe_rows,
+        only=name_list(only), extra=name_list(extra), kernel=name_list(kernel),
+        probe_rows=probe_rows,
         probe_inputs=probe_inputs, batch_size=batch_size, seed=seed, families=all_of(family),
         allow_partial=allow_partial, weights=weights, prefix=prefix, steps=steps, every=every,
         include=all_of(include), exclude=all_of(exclude), order=order, base=base,
