@@ -63,7 +63,8 @@ def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
 def to_wandb(table: pd.DataFrame, folder: Path) -> list[Path]:
     """Offline runs for Weights & Biases, in FOLDER/wandb; `wandb sync` sends them, nothing else.
 
-    Neither the host nor its hardware, packages or code are recorded. Raises UsageError without the wandb package.
+    Neither the host nor its hardware, packages or code are recorded. Raises UsageError without the
+    wandb package.
     """
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     try:

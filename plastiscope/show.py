@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import cast
 
 import pandas as pd
@@ -93,7 +94,9 @@ def _pivoted(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     )
     wide = wide.dropna(how="all").reindex(columns=_ordered(wide.columns))
     wide.columns = [str(name) for name in wide.columns]
-    return cast("pd.DataFrame", wide.reset_index())
+    wide = wide.reset_index()
+    wide.columns.name = column
+    return cast("pd.DataFrame", wide)
 
 
 def _ordered(names: pd.Index) -> list[object]:
@@ -119,19 +122,36 @@ def compact(rows: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
         if len(rows) > 1 and rows[name].astype(str).nunique(dropna=False) == 1:
             same[name] = str(rows[name].iloc[0])
             rows = rows.drop(columns=name)
+    if rows.columns.name:
+        same["columns"] = f"by {rows.columns.name}"
     return rows, {k: v for k, v in same.items() if v}
 
 
 def written(rows: pd.DataFrame, format: str, digits: int = 4) -> str:
-    """The rows as csv (full precision), markdown or latex (booktabs, `digits` significant)."""
-    text = rows.map(lambda v: _text(v, digits))
+    """The rows as csv (all columns, full precision), markdown or latex (booktabs).
+
+    In the latter two numbers have `digits` significant digits, and what is the same in all rows
+    is said once, above.
+    """
     if format == "csv":
         return str(rows.to_csv(index=False))
+    if format not in FORMATS:
+        raise unknown("format", format, FORMATS)
+    kept, same = compact(rows)
+    text = kept.map(lambda v: _text(v, digits))
+    said = ", ".join(f"{name} {value}" for name, value in same.items())
+    numeric = [_is_numeric(kept[name]) for name in kept]
     if format == "markdown":
-        return f"{text.to_markdown(index=False, disable_numparse=True)}\n"
-    if format == "latex":
-        return str(text.to_latex(index=False, escape=True, na_rep=""))
-    raise unknown("format", format, FORMATS)
+        sides = ["right" if right else "left" for right in numeric]
+        table = text.to_markdown(index=False, disable_numparse=True, colalign=sides)
+        return f"{said}\n\n{table}\n" if said else f"{table}\n"
+    columns = "".join("r" if right else "l" for right in numeric)
+    table = text.to_latex(index=False, escape=True, na_rep="", column_format=columns)
+    return f"% {said}\n{table}" if said else str(table)
+
+
+def _is_numeric(column: pd.Series) -> bool:
+    return bool(column.dropna().map(lambda v: isinstance(v, Real)).all())
 
 
 def _text(value: object, digits: int) -> str:

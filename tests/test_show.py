@@ -57,14 +57,38 @@ def test_csv_keeps_every_digit(table: pd.DataFrame) -> None:
 
 
 def test_latex_has_booktabs_and_escapes(table: pd.DataFrame) -> None:
-    text = written(view(table, View(metrics=["srank"], steps=[50])), "latex")
-    assert text.count("rule\n") == 3 and r"r\_1" in text and r"\toprule" in text
-    assert "51" in text and "nan" not in text.lower()
+    rows = view(table.assign(component="q_1"), View(metrics=["srank"], limit=3))
+    lines = written(rows.assign(component=["q_1", "q_1", "k&v"]), "latex").splitlines()
+    assert lines[:4] == [
+        "% run r_1, step 50, subject weight, metric srank, status ok",
+        r"\begin{tabular}{rlrr}",
+        r"\toprule",
+        r"block & component & head & value \\",
+    ]
+    assert lines[4:8] == [
+        r"\midrule",
+        r"0 & q\_1 &  & 50 \\",
+        r"0 & q\_1 & 0 & 50 \\",
+        r"1 & k\&v &  & 51 \\",
+    ]
+    assert lines[8] == r"\bottomrule"
 
 
 def test_markdown_is_a_table_of_all_rows(table: pd.DataFrame) -> None:
-    lines = written(view(table, View(metrics=["srank"])), "markdown").splitlines()
-    assert len(lines) == 2 + 8 and all(line.startswith("|") for line in lines)
+    said, empty, head, rule, *lines = written(
+        view(table, View(metrics=["srank"], pivot="step")), "markdown"
+    ).splitlines()
+    assert (
+        said == "run r_1, component q, subject weight, metric srank, columns by step"
+        and empty == ""
+    )
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in (head, *lines)]
+    assert cells[:3] == [
+        ["block", "head", "50", "1000"],
+        ["0", "", "50", "1000"],
+        ["0", "0", "50", "1000"],
+    ]
+    assert len(lines) == 4 and set(rule) == set("|-:")
 
 
 def test_what_is_always_the_same_is_said_once(table: pd.DataFrame) -> None:
