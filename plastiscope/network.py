@@ -44,8 +44,11 @@ def signature(state: State) -> str:
 
 
 def is_part(component: Component) -> bool:
-    """Whether a component has an output of its own: a bias or a table of positions has none."""
-    return component.features is not None or plain_name(component.name) in CANONICAL
+    """Whether a component has an output of its own: a bias or a table of positions has none, of an
+    expert only the units are looked at."""
+    if component.features is None and plain_name(component.name) != component.name:
+        return plain_name(component.name) == "activation"
+    return component.features is not None or component.name in CANONICAL
 
 
 def counted_entries(state: State) -> int:
@@ -120,7 +123,11 @@ class Network:
     def is_observed(self, component: Component) -> bool:
         """Whether a replay sees the component's output, by itself or at the attention."""
         at_attention = component.name in PROJECTIONS and component.block in self.anatomy.attention
-        return self.live is not None and (component.features is not None or at_attention)
+        of_expert = component.block in self.anatomy.experts and (
+            component.name != plain_name(component.name) == "activation"
+        )
+        seen = component.features is not None or at_attention or of_expert
+        return self.live is not None and seen
 
     def on_device(self, batch: Batch) -> Batch:
         """The batch where the network is."""
