@@ -107,9 +107,8 @@ def costs(network: Network, settings: Settings) -> dict[str, float]:
 
 
 def timed(forward: Callable[[Batch], Tensor], batch: Batch) -> float:
-    """Seconds of a second forward pass (the first one warms up)."""
+    """Seconds of a forward pass, its outputs brought back from the device."""
     with torch.no_grad():
-        forward(batch)
         started = time.perf_counter()
         forward(batch)[:1].cpu()
     return time.perf_counter() - started

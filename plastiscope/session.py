@@ -6,7 +6,7 @@ import hashlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -33,10 +33,11 @@ from .network import Network, counted_entries, label, open_network, signature
 from .observations import Coverage
 from .observations.kernel import Kernel
 from .optimizer import optimizer_rows
+from .past import Past
 from .probe.find import beside
 from .replay import Replay, Sampling
 from .reporter import Reporter
-from .weigh import Earlier, Read, Scales
+from .weigh import Earlier, Scales
 
 ON_REQUEST = ("ntk", "jacobian", "sensitivity")
 """Families of metrics whose cost is told where they aren't measured."""
@@ -66,7 +67,7 @@ class Session:
         self.empty: dict[str, str] = {}
         self.measured = 0
         self.told = False
-        self.broken = {b.checkpoint: b for b in run.breaks}
+        self.past = Past(run)
         self.sources = sources(run.path, settings)
 
     def measure(self, position: int, checkpoint: Checkpoint) -> None:
@@ -100,15 +101,11 @@ class Session:
     def _key(self, position: int, checkpoint: Checkpoint) -> str:
         """Everything that this checkpoint's rows depend on."""
         s = self.settings
-        earlier = [c.fingerprint for c in self._earlier(position) if c is not None]
+        earlier = [c.fingerprint for c in self.past.earlier(position) if c is not None]
         return store.content_key(
             schema=store.SCHEMA_VERSION,
             checkpoint=[checkpoint.name, checkpoint.fingerprint, checkpoint.step, checkpoint.task],
-            breaks=[
-                [c.name, *self.broken[c.name].tensors]
-                for c in self.run.checkpoints[: position + 1]
-                if c.name in self.broken
-            ],
+            breaks=[[b.checkpoint, *b.tensors] for b in self.past.before(position)],
             earlier=earlier if self.chosen & DIFFERENCES else [],
             sources=self.sources,
             metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
@@ -119,29 +116,11 @@ class Session:
             ],
         )  # fmt: skip
 
-    def _earlier(self, position: int) -> tuple[Checkpoint | None, Checkpoint | None]:
-        """The previous and the first checkpoint that this one may be compared with: none across
-        a break of the whole network."""
-        previous, first = (
-            None if at is None else self.run.checkpoints[at]
-            for at in self._earlier_positions(position)
-        )
-        return previous, first
-
-    def _earlier_positions(self, position: int) -> tuple[int | None, int | None]:
-        first = position
-        while first > 0 and not self._whole_break(self.run.checkpoints[first].name):
-            first -= 1
-        return (None, None) if first == position else (position - 1, first)
-
-    def _whole_break(self, name: str) -> bool:
-        return name in self.broken and not self.broken[name].tensors
-
     def _write(self, position: int, checkpoint: Checkpoint, file: Path, key: str) -> None:
         started = time.perf_counter()
         state = checkpoint.open()
         network = self._network(state)
-        segments = self._segments(position, network)
+        segments = self.past.segments(position, network)
         rows = [
             replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
             for row in self._rows(position, state, network)
@@ -180,7 +159,7 @@ class Session:
 
     def _first(self, position: int, file: Path) -> str | None:
         """The checkpoint that drift is taken from; says so when it was another one before."""
-        _, first = self._earlier(position)
+        _, first = self.past.earlier(position)
         before = store.read_facts(file).get("first") if file.exists() else None
         now = None if first is None else first.name
         if None not in (before, now) and now != before and not self.told:
@@ -196,23 +175,6 @@ class Session:
         if id(network) not in self.costs:
             self.costs[id(network)] = costs(network, self.settings)
         return {n: s for n, s in self.costs[id(network)].items() if n in missing}
-
-    def _segments(
-        self, position: int, network: Network
-    ) -> dict[tuple[str | None, int | None], int]:
-        """How many breaks lie before each component's values; (None, None) for all others."""
-        before = [
-            self.broken[c.name]
-            for c in self.run.checkpoints[: position + 1]
-            if c.name in self.broken
-        ]
-        whole = sum(not b.tensors for b in before)
-        segments: dict[tuple[str | None, int | None], int] = {(None, None): whole}
-        for component in network.anatomy.components:
-            tensors = {network.stored_name(m.tensor) for m in component.weights}
-            own = sum(bool(tensors & set(b.tensors)) for b in before)
-            segments[component.name, component.block] = whole + own
-        return segments
 
     def _network(self, state: State) -> Network:
         """The network for a state, opened once for each architecture in the run."""
@@ -230,7 +192,7 @@ class Session:
             network.reader(state),
             lambda name: network.counted_name(state, name),
             self.chosen,
-            self._readers(position, network),
+            self.past.readers(position, network) if self.chosen & DIFFERENCES else Earlier(),
         )
         yield from scales.weigh(network.anatomy)
         seen, outputs = network.observed()
@@ -247,27 +209,6 @@ class Session:
                 yield replace(row, probe=label(each))
         if wants("optimizer", self.chosen):
             yield from optimizer_rows(network, state, self.chosen)
-
-    def _readers(self, position: int, network: Network) -> Earlier:
-        if not self.chosen & DIFFERENCES:
-            return Earlier()
-        readers: list[Read | None] = [
-            None if checkpoint is None else network.reader(checkpoint.open())
-            for checkpoint in self._earlier(position)
-        ]
-        breaks = [self.broken.get(c.name) for c in self.run.checkpoints[: position + 1]]
-
-        def since(at: int) -> Callable[[str], bool]:
-            between = [b for b in breaks[at + 1 :] if b is not None]
-            return lambda name: any(not b.tensors or name in b.tensors for b in between)
-
-        previous, first = self._earlier_positions(position)
-        return Earlier(
-            readers[0],
-            readers[1],
-            since(position - 1 if previous is None else previous),
-            since(position - 1 if first is None else first),
-        )
 
     def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:
         assert network.live is not None
@@ -286,7 +227,7 @@ class Session:
             found = self._kernels(position, network, each)
             yield from kernel_rows(found, chosen)
             yield from unlabelled_rows(batch, chosen)
-            if position > 0 and self._earlier_positions(position) == (None, None):
+            if position > 0 and self.past.positions(position) == (None, None):
                 places = {place_of(key) for _, key in found}
                 for place in sorted(places, key=str):
                     yield from metrics.absent("Kernel", place, "across_break", DRIFT & chosen)
@@ -305,7 +246,7 @@ class Session:
         own = self._kernels_at(position, network, each)
         previous, first = (
             {} if earlier is None else self._kernels_at(earlier, network, each)
-            for earlier in self._earlier_positions(position)
+            for earlier in self.past.positions(position)
         )
         network.fill(self.run.checkpoints[position].open())
         return {
