@@ -23,6 +23,8 @@ REASONS = {
     "not_routed": "the router sent no token there",
     "no_queries": "no query attends there",
     "no_labels": "the probe has no labels",
+    "no_optimizer_state": "the checkpoint holds no optimizer state",
+    "not_matched": "what is stored fits no parameter",
     "unresolved": "below what the precision or the method can tell from zero",
     "undefined": "not defined for these numbers",
     "shape_changed": "the shape changed, so there is nothing to compare with",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import warnings
@@ -34,6 +35,13 @@ spec.loader.exec_module(tables)
 @pytest.fixture(scope="module")
 def table(tmp_path_factory):
     return tables.table(tmp_path_factory.mktemp("run"), points=4, blocks=2)
+
+
+def test_every_figure_is_in_the_documentation():
+    text = (Path(__file__).parents[2] / "docs" / "figures.md").read_text("utf-8")
+    listed = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    names = [name for cell in listed for name in re.findall("`([^`]+)`", cell)]
+    assert sorted(names) == sorted(kind.name for kind in figures.FIGURES)
 
 
 def test_each_format_and_the_numbers_are_written(table, tmp_path):
