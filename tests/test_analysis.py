@@ -68,6 +68,7 @@ def settings(tmp_path: Path) -> Settings:
 
 
 def test_a_finished_run_is_not_measured_again(run: Path, settings: Settings) -> None:
+    """O09: a second analysis adds no row."""
     first = plastiscope.analyze(run, settings)
     assert first.runs[0].measured == 3
     before = {f: f.stat().st_mtime_ns for f in first.runs[0].files}
@@ -78,6 +79,7 @@ def test_a_finished_run_is_not_measured_again(run: Path, settings: Settings) -> 
 
 
 def test_a_new_checkpoint_costs_one(run: Path, settings: Settings) -> None:
+    """O09: a further checkpoint adds its own rows only."""
     plastiscope.analyze(run, settings)
     save(run, range(300, 400, 100), seed=1, probe=False)
     again = plastiscope.analyze(run, settings)
@@ -86,6 +88,7 @@ def test_a_new_checkpoint_costs_one(run: Path, settings: Settings) -> None:
 
 
 def test_a_replaced_checkpoint_is_measured_anew(run: Path, settings: Settings) -> None:
+    """O09: a file of the same name and other content replaces its rows."""
     old = plastiscope.analyze(run, settings).table()
     save(run, range(100, 101), seed=9, probe=False)
     analysis = plastiscope.analyze(run, replace(settings, only=("effective_rank",)))
@@ -234,6 +237,7 @@ def test_the_reporter_hears_of_everything(run: Path, settings: Settings) -> None
 
 
 def test_killed_and_resumed_equals_undisturbed(tmp_path: Path) -> None:
+    """O09: killed midway and run again gives the rows of one clean run."""
     run = save(tmp_path / "run", range(0, 600, 100))
     command = [sys.executable, "-m", "plastiscope", "analyze", str(run), "--no-figures", "--out"]
     whole = plastiscope.analyze(run, Settings(out=tmp_path / "whole")).table()

@@ -38,6 +38,7 @@ def test_rows_come_back_as_written(tmp_path: Path) -> None:
 
 
 def test_an_all_null_file_keeps_the_schema(tmp_path: Path) -> None:
+    """O01: a column that is null everywhere keeps its type."""
     put(tmp_path, [Row("effective_rank", "feature", 3.0, "norm1", 0, tokens="cls")])
     null = Row("effective_rank", "feature", None, "norm1", 0, tokens="cls", status="no_cls_token")
     put(tmp_path, [null], checkpoint="b.pt", step=1)
@@ -62,6 +63,7 @@ def test_finished_means_this_very_key(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_write_leaves_the_old_file(tmp_path: Path) -> None:
+    """O09: a write is whole or not at all."""
     file = put(tmp_path, [Row("m", "weight", 1.0)])
     with pytest.raises(KeyboardInterrupt), store.replacing(file) as partial:
         partial.write_bytes(b"half")

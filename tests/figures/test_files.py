@@ -69,6 +69,7 @@ def test_what_has_no_data_says_so(tmp_path):
 
 
 def test_pdf_fonts_are_type_42(table, tmp_path):
+    """O06: no Type 3 font, and the caller's rcParams as they were."""
     before = dict(matplotlib.rcParams)
     (drawn,) = figures.draw(table, tmp_path, ["component-rank"], formats=["pdf"])
     raw = drawn.files[0].read_bytes()
@@ -86,6 +87,7 @@ def test_type_3_is_found_when_it_is_there(tmp_path):
 
 
 def test_no_display_and_no_pyplot(tmp_path):
+    """O05: written without a display; the user's backend stays."""
     tables.table(tmp_path / "t", points=2, blocks=2)
     code = (
         "import sys, pathlib, os\n"
@@ -116,6 +118,7 @@ def resident() -> int:
 
 
 def test_sixty_figures_without_a_warning_and_without_growth(table):
+    """O07: nothing is left open."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for number in range(60):

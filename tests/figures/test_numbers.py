@@ -91,6 +91,7 @@ def test_every_block_against_the_first_checkpoint(tmp_path):
     ],
 )
 def test_zero_has_the_middle_colour(tmp_path, differences, limit):
+    """O04: symmetric, finite limits for one-sided, zero and missing differences."""
     values = [
         {(0, "fc1"): 0.0, (1, "fc1"): d, (0, "fc2"): 1.0, (1, "fc2"): 1.0} for d in differences
     ]
@@ -106,6 +107,7 @@ def test_symmetric_limit_ignores_what_is_not_finite():
 
 
 def test_several_runs_share_one_scale(tmp_path):
+    """O04: one scale for all panels."""
     one = small(tmp_path / "a", [{(0, "fc1"): 0.0, (1, "fc1"): 2.0}] * 2, run="a")
     two = small(tmp_path / "b", [{(0, "fc1"): 0.0, (1, "fc1"): -7.0}] * 2, run="b")
     figure = figures.delta_heatmap(pd.concat([one, two]))

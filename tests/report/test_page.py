@@ -57,6 +57,7 @@ def parts_of(page: Path) -> tuple[dict, list[dict]]:
 
 
 def test_every_value_is_in_the_page(tmp_path):
+    """O02: null and a reason; a strict parser reads it (NaN fails the test in `parts_of`)."""
     table = make_table(tmp_path / "t")
     head, chunks = parts_of(write(table, tmp_path / "r.html"))
     assert head["runs"][0]["steps"] == [0, 100, 200, 300, 400, 500]
