@@ -74,7 +74,9 @@ class Scales:
                 self.embedding.add(key)
             self.types.setdefault(key, component.name)
         heads = len(matrices) if stacked else None
-        place = Place(component.name, component.block, "weight", heads=heads, tensor=tensor)
+        several = len({m.tensor for m in matrices}) > 1
+        named = None if several else tensor
+        place = Place(component.name, component.block, "weight", heads=heads, tensor=named)
         return measure(found, place, self.only)
 
     def _observe(

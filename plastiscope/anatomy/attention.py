@@ -52,6 +52,7 @@ class Attention:
     """One attention call of a pass.
 
     `undecided` are the rows of q, k or v whose heads could not be told apart; `notes` say why.
+    `apart` are the heads of q, k and v when each has a weight of its own.
     """
 
     call: Call
@@ -63,6 +64,7 @@ class Attention:
     columns: tuple[tuple[int, ...], ...]
     notes: tuple[str, ...] = ()
     undecided: Mapping[str, Matrix] = field(default_factory=dict)
+    apart: Mapping[str, tuple[Matrix, ...]] = field(default_factory=dict)
 
 
 def _rows_of(product: Product, rows: tuple[int, ...], keep: bool = False) -> Matrix:
@@ -139,11 +141,14 @@ def _described(
     output = next(iter(following(record, parts["output"].value, linear)), None)
     site = AttentionSite(
         call.site, heads, kv_heads, record.values[parts["q"].value].tensor.shape[parts["q"].width],
-        _is_causal(record, call, parts), groups, **operands,
+        _is_causal(record, call, parts), groups,
+        operands["q"], operands["k"], operands["v"], operands["output"],
+        operands.get("scores"), operands.get("probabilities"),
     )  # fmt: skip
     columns: tuple[tuple[int, ...], ...] = ()
     if output is not None:
-        columns = _columns(record, output, parts["output"], operands["output"], heads, norms)
+        labels = head_labels(record, output, parts["output"], operands["output"], norms)
+        columns = columns_of(output, labels, heads)
     if output is not None and not columns:
         notes.append("the output projection's columns don't split by head")
     whole = _undecided(used, sources, projections)
@@ -266,21 +271,20 @@ def _operand(part: Part, axes: tuple[int | None, int], heads: int) -> Operand:
     return Operand(part.site, (*others, place, part.token, part.width))
 
 
-def _columns(
-    record: Record,
-    product: Product,
-    part: Part,
-    operand: Operand,
-    heads: int,
-    norms: Sequence[Norm],
-) -> tuple[tuple[int, ...], ...]:
-    """The columns of the output projection that each head goes into; empty when mixed."""
+def head_labels(
+    record: Record, product: Product, part: Part, operand: Operand, norms: Sequence[Norm]
+) -> Tensor | None:
+    """Of each element that a projection takes the head it comes from, -1: from none of these."""
     shape = record.values[part.value].tensor.shape
     axis = operand.axes[-3] if operand.folded != 1 or len(operand.axes) > 2 else 0
     label = torch.arange(shape[axis]) % (operand.folded or shape[axis])
     label = label.reshape([-1 if a == axis else 1 for a in range(len(shape))]).expand(shape)
     shortcuts = {n.output: n.source for n in norms}
-    head = places(record, part.value, product.source, frozenset(NORMS), shortcuts, label)
+    return places(record, part.value, product.source, frozenset(NORMS), shortcuts, label)
+
+
+def columns_of(product: Product, head: Tensor | None, heads: int) -> tuple[tuple[int, ...], ...]:
+    """The columns of a projection that each head goes into; empty when mixed."""
     if head is None or bool((head < 0).any()):
         return ()
     others = [a for a in range(head.ndim) if a not in product.summed]

@@ -50,7 +50,10 @@ def _attention_components(scene: Scene, block: Block) -> list[tuple[int, Compone
     for x in "qkv":
         found = attention.projections.get(x)
         sources = attention.sources[x]
-        if found is not None:
+        if x in attention.apart:  # weights are parts of their own
+            heads = attention.apart[x]
+            parts.append((sources[0].output, Component(x, k, sources[0].path, (), heads)))
+        elif found is not None:
             component = Component(x, k, found.product.path, (found.matrix,), found.heads)
             parts.append((found.product.output, component))
         elif x in attention.undecided:

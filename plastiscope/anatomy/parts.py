@@ -105,6 +105,7 @@ class AttentionSite:
     has its few heads. `causal` when every query sees only earlier keys. `kv_of_head` gives the
     key/value head of each query head. `q`, `k`, `v`, `output` and, for explicit attention,
     `scores` (the softmax's input) and `probabilities` (its output) say where each tensor lies.
+    Where heads are computed one by one, `parts` are their own attentions, in order, and say it.
     """
 
     site: Site
@@ -119,6 +120,7 @@ class AttentionSite:
     output: Operand | None = None
     scores: Operand | None = None
     probabilities: Operand | None = None
+    parts: tuple[AttentionSite, ...] = ()
 
 
 @dataclass(frozen=True)

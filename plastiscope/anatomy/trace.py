@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from plastiscope.anatomy.apart import joined
 from plastiscope.anatomy.attention import Attention, attentions
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
@@ -52,7 +53,7 @@ def _anatomy(record: Record) -> Anatomy:
     linear = products(record)
     normalised = norms(record)
     notes: list[str] = []
-    attention = attentions(record, linear, normalised, notes)
+    attention = joined(record, attentions(record, linear, normalised, notes), normalised)
     head = _head(record, linear, attention)
     scene = Scene(record, linear, attention, normalised, residuals(record, linear), head)
     found = blocks(scene)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import torch
 from torch import Tensor, nn
@@ -85,31 +86,69 @@ class RefutedError(Exception):
 def _proof(
     scene: _Scene, block: int, site: AttentionSite, parts: Mapping[str, Component | None]
 ) -> Proof:
-    record = scene.record
-    dtype = record.values[record.at(_operand(site, "q").site)].tensor.dtype
-    tolerance = TOLERANCE.get(dtype, 1e-5)
+    record, pieces = scene.record, _pieces(site, parts)
     errors: dict[str, float] = {}
+    tolerance = 1e-5
     try:
-        split = {x: part for x in "qkv" if (part := parts[x]) is not None and part.heads}
-        if not split:
-            raise RefutedError("neither q, k nor v has heads")
-        rebuilt = {x: _rebuilt(scene, site, x, part) for x, part in split.items()}
-        for x, value in rebuilt.items():
-            errors[x] = _error(value, record.values[record.at(_operand(site, x).site)].tensor)
-        own, new = _attention(record, site, {}), _attention(record, site, rebuilt)
-        errors["probabilities"] = _error(new.probabilities, own.probabilities)
-        # Where heads are mixed after the softmax, the model's own steps mix them again.
-        plain = _error(_mixed(own, site), own.output) <= tolerance
-        errors["mixed values"] = _error(_mixed(new, site) if plain else new.output, own.output)
+        for own, split in pieces:
+            dtype = record.values[record.at(_operand(own, "q").site)].tensor.dtype
+            tolerance = TOLERANCE.get(dtype, 1e-5)
+            for name, error in _errors(scene, own, split, tolerance).items():
+                errors[name] = max(errors.get(name, 0.0), error, key=_size)
         output = parts["attention_output"]
         if output is not None and output.heads:
-            errors["attention_output"] = _projected(scene, site, output)
+            errors["attention_output"] = _projected(scene, [own for own, _ in pieces], output)
     except (RefutedError, LookupError) as refuted:
         return Proof(block, False, math.inf, tolerance, str(refuted))
     wrong = [x for x, error in errors.items() if not error <= tolerance]
-    worst = max(errors.values(), key=lambda e: math.inf if math.isnan(e) else e)
+    worst = max(errors.values(), key=_size)
     reason = f"{wrong[0]} rebuilt from the slices differs from the model's own" if wrong else ""
     return Proof(block, not wrong, worst, tolerance, reason)
+
+
+def _size(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
+def _pieces(
+    site: AttentionSite, parts: Mapping[str, Component | None]
+) -> list[tuple[AttentionSite, dict[str, Component]]]:
+    """Each attention call with the parts that have heads, and those that it computes."""
+    split = {x: part for x in "qkv" if (part := parts[x]) is not None and part.heads}
+    if not site.parts:
+        return [(site, split)]
+    pieces, first = [], 0
+    for own in site.parts:
+        queries = range(first, first + own.heads)
+        shared = dict.fromkeys(site.kv_of_head[h] if site.kv_of_head else h for h in queries)
+        chosen = {"q": list(queries), "k": list(shared), "v": list(shared)}
+        cut = {
+            x: replace(part, heads=tuple(part.heads[k] for k in chosen[x]))
+            for x, part in split.items()
+        }
+        pieces.append((own, cut))
+        first += own.heads
+    return pieces
+
+
+def _errors(
+    scene: _Scene, site: AttentionSite, split: Mapping[str, Component], tolerance: float
+) -> dict[str, float]:
+    """The errors of one attention call up to its mixed values."""
+    record = scene.record
+    if not split:
+        raise RefutedError("neither q, k nor v has heads")
+    rebuilt = {x: _rebuilt(scene, site, x, part) for x, part in split.items()}
+    errors = {
+        x: _error(value, record.values[record.at(_operand(site, x).site)].tensor)
+        for x, value in rebuilt.items()
+    }
+    own, new = _attention(record, site, {}), _attention(record, site, rebuilt)
+    errors["probabilities"] = _error(new.probabilities, own.probabilities)
+    # Where heads are mixed after the softmax, the model's own steps mix them again.
+    plain = _error(_mixed(own, site), own.output) <= tolerance
+    errors["mixed values"] = _error(_mixed(new, site) if plain else new.output, own.output)
+    return errors
 
 
 def _operand(site: AttentionSite, name: str) -> Operand:
@@ -278,27 +317,40 @@ def _mixed(call: AttentionCall, site: AttentionSite) -> Tensor:
     return call.probabilities.to(v) @ v
 
 
-def _projected(scene: _Scene, site: AttentionSite, part: Component) -> float:
+def _projected(scene: _Scene, sites: Sequence[AttentionSite], part: Component) -> float:
     """The error of the output projection as a sum over heads, each through its own columns."""
-    record, operand = scene.record, _operand(site, "output")
-    start = record.at(operand.site)
-    after = following(record, start, scene.linear)
-    if not after or after[0].tensor != part.heads[0].tensor:
-        raise RefutedError(f"the attention output doesn't go into {part.heads[0].tensor}")
-    product, mixed = after[0], record.values[start].tensor
-    if any(
-        record.precedes(start, n.output) and reaches(record, n.output, product.source)
-        for n in scene.norms
-    ):
-        return 0.0  # a norm over all heads stands between: no head passes through it alone
-    heads = _arriving(site, "q", mixed, operand)
+    record = scene.record
+    product = _projection(scene, record.at(_operand(sites[0], "output").site), part)
     weight = record.values[record.named(product.tensor)].tensor
     nothing = torch.zeros_like(record.values[product.source].tensor)
     bias = _with_weight(record, product, torch.zeros_like(weight), nothing)
-    total = bias.clone()
-    for k, head in enumerate(part.heads):
-        own = torch.where(heads == k, mixed, torch.zeros_like(mixed))
-        source = own if start == product.source else record.run_again({start: own}, product.source)
-        slices = _filled(torch.zeros_like(weight), head, scene.tensors[head.tensor])
-        total = total + _with_weight(record, product, slices, source) - bias
+    total, heads = bias.clone(), iter(part.heads)
+    for site in sites:
+        operand = _operand(site, "output")
+        start = record.at(operand.site)
+        if any(
+            record.precedes(start, n.output) and reaches(record, n.output, product.source)
+            for n in scene.norms
+        ):
+            return 0.0  # a norm over all heads stands between: no head passes through it alone
+        mixed = record.values[start].tensor
+        arriving = _arriving(site, "q", mixed, operand)
+        for k, head in enumerate(islice(heads, site.heads)):
+            own = torch.where(arriving == k, mixed, torch.zeros_like(mixed))
+            if start != product.source:
+                own = _alone(record, start, own, product.source)
+            slices = _filled(torch.zeros_like(weight), head, scene.tensors[head.tensor])
+            total = total + _with_weight(record, product, slices, own) - bias
     return _error(total, record.values[product.output].tensor)
+
+
+def _alone(record: Record, start: int, value: Tensor, end: int) -> Tensor:
+    """What becomes of one head's values; others' that join it don't matter to its columns."""
+    return record.run_again({start: value}, end)
+
+
+def _projection(scene: _Scene, start: int, part: Component) -> Product:
+    after = following(scene.record, start, scene.linear)
+    if not after or after[0].tensor != part.heads[0].tensor:
+        raise RefutedError(f"the attention output doesn't go into {part.heads[0].tensor}")
+    return after[0]

@@ -65,8 +65,10 @@ class Watch(Follower):
     fired: Counter[Hashable] = field(default_factory=Counter)
     passage: Passage | None = None
     _at: dict[Site, list[Hashable]] = field(default_factory=dict)
-    _parts: dict[Site, list[tuple[Hashable, str]]] = field(default_factory=dict)
-    _held: dict[Hashable, dict[str, Tensor]] = field(default_factory=dict)
+    _parts: dict[Site, list[tuple[tuple[Hashable, int], str]]] = field(default_factory=dict)
+    _single: dict[tuple[Hashable, int], AttentionSite] = field(default_factory=dict)
+    _held: dict[tuple[Hashable, int], dict[str, Tensor]] = field(default_factory=dict)
+    _calls: dict[Hashable, dict[int, AttentionCall]] = field(default_factory=dict)
     _ops: set[str] = field(default_factory=set)
     _modules: set[str] = field(default_factory=set)
     _routes: dict[Site, Hashable] = field(default_factory=dict)
@@ -74,19 +76,24 @@ class Watch(Follower):
     def __post_init__(self) -> None:
         for key, site in self.sites.items():
             self._at.setdefault(site, []).append(key)
-        for key, found in self.attention.items():
-            if found.site.op == SDPA:
-                self._parts.setdefault(found.site, []).append((key, "call"))
-                continue
-            for name in ("q", "k", "v", "scores", "probabilities", "output"):
-                operand: Operand | None = getattr(found, name)
-                if operand is not None:
-                    self._parts.setdefault(operand.site, []).append((key, name))
+        for key, whole in self.attention.items():
+            for number, found in enumerate(whole.parts or (whole,)):
+                self._attend((key, number), found)
         routes = self.routing.sites if self.routing is not None else {}
         self._routes = {site: key for key, site in routes.items()}
         wanted = [*self._at, *self._parts, *self._routes]
         self._ops = {site.op for site in wanted}
         self._modules = {site.module for site in wanted}
+
+    def _attend(self, key: tuple[Hashable, int], found: AttentionSite) -> None:
+        self._single[key] = found
+        if found.site.op == SDPA:
+            self._parts.setdefault(found.site, []).append((key, "call"))
+            return
+        for name in ("q", "k", "v", "scores", "probabilities", "output"):
+            operand: Operand | None = getattr(found, name)
+            if operand is not None:
+                self._parts.setdefault(operand.site, []).append((key, name))
 
     def check(self) -> None:
         """End one pass: NotEnoughEvidenceError names the sites that were not seen in it."""
@@ -94,6 +101,7 @@ class Watch(Follower):
         missed = [str(key) for key in wanted if not self.fired[key]]
         self.fired.clear()
         self._held.clear()
+        self._calls.clear()
         if self.passage is not None:
             self.passage.start_again()
         if self.routing is not None:
@@ -168,18 +176,62 @@ class Watch(Follower):
     # --- attention ---
 
     def _fused(
-        self, key: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
+        self,
+        key: tuple[Hashable, int],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Tensor,
     ) -> None:
         named = {name: self._keep(value) for name, value in kwargs.items()}
-        call = fused_call(self.attention[key], args, named, self._keep(result))
-        self.fired[key] += 1
-        self.on_attention(key, call)
+        self._happened(key, fused_call(self._single[key], args, named, self._keep(result)))
 
-    def _explicit(self, key: Hashable) -> None:
+    def _explicit(self, key: tuple[Hashable, int]) -> None:
         held = self._held.pop(key)
         if len(held) == 6:
-            self.fired[key] += 1
-            self.on_attention(key, explicit_call(self.attention[key], held))
+            self._happened(key, explicit_call(self._single[key], held))
+
+    def _happened(self, key: tuple[Hashable, int], call: AttentionCall) -> None:
+        """One attention, or one head of one: told when all are there."""
+        owner, number = key
+        calls = self._calls.setdefault(owner, {})
+        calls[number] = call
+        site = self.attention[owner]
+        if len(calls) == max(1, len(site.parts)):
+            del self._calls[owner]
+            self.fired[owner] += 1
+            with torch._C.DisableTorchFunction():
+                whole = joined_call(site, [calls[k] for k in sorted(calls)])
+            self.on_attention(owner, whole)
+
+
+def joined_call(site: AttentionSite, calls: list[AttentionCall]) -> AttentionCall:
+    """The attention of heads that were computed one by one."""
+    if not site.parts:
+        return calls[0]
+    first = [site.kv_of_head.index(k) for k in range(site.kv_heads)] if site.kv_of_head else None
+    k, v = (torch.cat([_by_query(c, getattr(c, x)) for c in calls], 1) for x in "kv")
+    shape = [(*c.q.shape[:3], c.k.shape[2]) for c in calls]
+    seen = [torch.ones(s, dtype=torch.bool) for s in shape]
+    hidden = any(c.visible is not None for c in calls)
+    seen = [
+        s if c.visible is None else c.visible.expand(s.shape)
+        for s, c in zip(seen, calls, strict=True)
+    ]
+    given = [c._given for c in calls]
+    return AttentionCall(
+        torch.cat([c.q for c in calls], 1),
+        k if first is None else k[:, first],
+        v if first is None else v[:, first],
+        torch.cat([c.output for c in calls], 1),
+        torch.cat(seen, 1) if hidden else None,
+        lambda: torch.cat([c._logits() for c in calls], 1),
+        torch.cat([g for g in given if g is not None], 1) if None not in given else None,
+    )
+
+
+def _by_query(call: AttentionCall, tensor: Tensor) -> Tensor:
+    """k or v of each query head of one of the attentions."""
+    return tensor.repeat_interleave(call.q.shape[1] // tensor.shape[1], 1)
 
 
 def fused_call(
