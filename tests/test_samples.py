@@ -273,3 +273,18 @@ def test_the_verdict_on_runs_that_lost_plasticity(run: str, tmp_path: Path) -> N
     assert found.verdict.startswith("Losing plasticity")
     assert "features lose rank" in {f.sign.name for f in found.present}
     assert found.checkpoints >= 8 and found.first == 0
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_evidence_covers_every_checkpoint(run: str) -> None:
+    """And says that the last one learns a task never seen worse than a fresh network."""
+    found = pd.read_csv(SAMPLES / run / "trainability.csv", index_col="from_task")
+    (discovered,) = plastiscope.discover(SAMPLES / run)
+    assert len(found) == len(discovered.checkpoints) + 1 and found.index[0] == "fresh"
+    (score,) = [c for c in found.columns if c in ("accuracy_mean", "loss_mean")]
+    sign = 1 if score == "accuracy_mean" else -1
+    lost = sign * (found.loc["fresh", score] - found[score])
+    np.testing.assert_allclose(found["lost_mean"], lost, atol=1.1e-4)
+    error = found["lost_sd"] / np.sqrt(found["seeds"])
+    assert found["lost_mean"].iloc[-1] > 10 * error.iloc[-1] > 0
+    assert abs(found["lost_mean"].iloc[1]) <= 3 * error.iloc[1]
