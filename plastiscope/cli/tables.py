@@ -18,7 +18,10 @@ def figures(
     to: Annotated[
         Path | None, typer.Option("--to", help="Where to draw. [default: OUT/figures]")
     ] = None,
-    figure: Annotated[list[str] | None, typer.Option(help="Only this figure. Repeatable.")] = None,
+    figure: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this one, e.g. units (docs/figures.md). Repeatable."),
+    ] = None,
     run: Annotated[list[str] | None, typer.Option(help="Only this run. Repeatable.")] = None,
     metric: Annotated[str | None, typer.Option(help="Instead of the figure's own.")] = None,
     parameters: Annotated[str | None, typer.Option(help="The metric's, e.g. tau=0.1.")] = None,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
-from ..errors import NotEnoughEvidenceError, UsageError
+from ..errors import NotEnoughEvidenceError
 from .kind import Kind
 from .panels import (
     Canvas,
@@ -54,29 +54,37 @@ def component_values(table: pd.DataFrame, choice: Choice, metric: str) -> pd.Dat
 def block_difference(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """`value` = the metric at the later block minus the metric at the earlier one.
 
-    Null where either is null. Columns `first_block`, `last_block` say which two: the ends of the
-    network, or the two (first and last) of those chosen.
+    Null where either is null. Columns `first_block`, `last_block` say which two: the ends of each
+    run's network, or the two (first and last) of those chosen.
     """
     data = component_values(table, choice, choice.metric or "effective_rank")
-    blocks = list(choice.blocks) or blocks_of(data)
-    if len(blocks) < 2:
-        raise NotEnoughEvidenceError("a difference between blocks needs two blocks")
+    pairs = [_ends(one, choice) for _, one in data.groupby("run", sort=False)]
+    found = [pair for pair in pairs if pair is not None and len(pair)]
+    if not found:
+        raise NotEnoughEvidenceError("a difference needs two blocks that share a component")
+    both = pd.concat(found, ignore_index=True)
+    both = demand_values(both, both["metric"].iloc[0])
+    blocks = both[["first_block", "last_block"]].drop_duplicates()
+    result = grouped(both, choice)
+    if choice.groups:
+        first, last = blocks.iloc[0] if len(blocks) == 1 else (float("nan"), float("nan"))
+        result = result.assign(first_block=first, last_block=last)
+    return result.assign(metric=both["metric"].iloc[0], subject=both["subject"].iloc[0])
+
+
+def _ends(data: pd.DataFrame, choice: Choice) -> pd.DataFrame | None:
+    """One run's difference; None where it has no two blocks, or lacks one of those chosen."""
+    present = blocks_of(data)
+    blocks = list(choice.blocks) or present
+    if len(blocks) < 2 or not {blocks[0], blocks[-1]} <= set(present):
+        return None
     first, last = blocks[0], blocks[-1]
-    for block in (first, last):
-        if block not in blocks_of(data):
-            raise UsageError(f"no block {block}: the tables have {blocks_of(data)}")
     keys = ["run", "checkpoint", "component", "index"]
     start, end = (data[data["block"] == block] for block in (first, last))
     both = end.merge(start[[*keys, "value"]], on=keys, suffixes=("", "_first"))
-    if both.empty:
-        raise NotEnoughEvidenceError(f"blocks {first} and {last} share no component")
-    both["last_value"] = both["value"]
-    both["value"] = both["last_value"] - both["value_first"]
-    both = both.rename(columns={"value_first": "first_value"})
-    both = both.assign(first_block=first, last_block=last, block=float("nan"))
-    names = both[["first_block", "last_block", "metric", "subject"]].iloc[0]
-    result = grouped(demand_values(both, both["metric"].iloc[0]), choice)
-    return result.assign(**names.to_dict())
+    both = both.rename(columns={"value": "last_value", "value_first": "first_value"})
+    both["value"] = both["last_value"] - both["first_value"]
+    return both.assign(first_block=first, last_block=last, block=float("nan"))
 
 
 def draw_block_difference(
@@ -86,8 +94,11 @@ def draw_block_difference(
     present = list(data["component"].unique())
     rows = [name for name in STUDY if name in present]
     rows += [name for name in ordered(present) if name not in rows]
-    first, last = data[["first_block", "last_block"]].iloc[0]
-    title = f"block {last} minus block {first}"
+    pairs = data[["first_block", "last_block"]].drop_duplicates().dropna()
+    title = "last block minus first block"
+    if len(pairs) == 1:
+        first, last = (int(block) for block in pairs.iloc[0])
+        title = f"block {last} minus block {first}"
     return _maps(data, choice, of, axes, rows, [words(row) for row in rows], title)
 
 

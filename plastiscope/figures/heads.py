@@ -33,14 +33,15 @@ from .ticks import measure, plain, quantity, words
 def head_data(
     table: pd.DataFrame, choice: Choice, metric: str, subjects: tuple[str, ...]
 ) -> pd.DataFrame:
-    """The metric of every head of one block (the last, unless one was chosen)."""
+    """The metric of every head of one block: the chosen one, or the last that every run has."""
     data = pick(table, choice, metric, subjects, parameters="tau=0.025")
     data = data[data["head"].notna()]
     projected = data["component"].isin(["q", "k", "v"])
     data = data if choice.components or not projected.any() else data[projected]
     if data.empty:
         raise NotEnoughEvidenceError(f"the tables hold no {metric} by head")
-    block = choice.blocks[0] if choice.blocks else blocks_of(data)[-1]
+    lasts = [blocks_of(one)[-1] for _, one in data.groupby("run") if blocks_of(one)]
+    block = choice.blocks[0] if choice.blocks else min(lasts)
     subject = data["subject"].iloc[0]
     data = demand_values(data[data["block"] == block], f"{metric} by head in block {block}")
     data = with_breaks(grouped(data, choice), ["block", "component", "head", "index"])

@@ -245,6 +245,7 @@ def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False
         count_axis(axes.xaxis, 4 if len(on.panels) > 1 else 6)
         if fraction:
             axes.set_ylim(-0.03, 1.03)
+        _tidy_limits(axes)
     if choice.groups:
         say_shade(on, "standard deviation over runs")
     narrow = on.columns > 6
@@ -255,6 +256,19 @@ def finish_courses(on: Canvas, choice: Choice, y: str, *, fraction: bool = False
     elif y:
         on.panels[0].set_ylabel(y)
     legend(on)
+
+
+def _tidy_limits(axes: Axes) -> None:
+    """One point of x gets one tick; nothing but zeros isn't centred between -0.05 and 0.05."""
+    nothing = [np.empty(0)]
+    x = np.concatenate([np.asarray(line.get_xdata(), float) for line in axes.lines] or nothing)
+    y = np.concatenate([np.asarray(line.get_ydata(), float) for line in axes.lines] or nothing)
+    if len(x) and len(set(x)) == 1:
+        axes.set_xlim(x[0] - 1, x[0] + 1)
+        axes.set_xticks([x[0]])
+    known = y[np.isfinite(y)]
+    if len(known) and not known.any():
+        axes.set_ylim(-0.03, 1.03)
 
 
 def bottom(on: Canvas) -> list[Axes]:

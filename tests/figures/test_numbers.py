@@ -71,6 +71,27 @@ def test_delta_heatmap_of_two_chosen_blocks(tmp_path):
         figures.delta_heatmap(small(tmp_path, values), block=(0, 9))
 
 
+def test_runs_of_different_depth_have_their_own_last_block(tmp_path):
+    for run, blocks in (("deep", 3), ("flat", 2)):
+        table = small(tmp_path, [{(b, "fc1"): float(10**b) for b in range(blocks)}], run=run)
+    figure = figures.delta_heatmap(table)
+    assert [image(figure, n).get_array().tolist() for n in (0, 1)] == [[[99]], [[9]]]
+    assert figure.get_suptitle() == "last block minus first block"
+    heads = tables.table(tmp_path / "h", run="deep", points=1, blocks=3)
+    heads = tables.table(tmp_path / "h", run="flat", points=1, blocks=2)
+    assert set(figures.head_rank.data(heads, choose())["block"]) == {1}
+    assert set(figures.head_rank.data(heads, choose())["run"]) == {"deep", "flat"}
+
+
+def test_one_checkpoint_and_nothing_but_zeros_get_sensible_axes(tmp_path):
+    def make(point):
+        return [Row("dormant_fraction", "unit", 0.0, "activation", 0, parameters="tau=0.025")]
+
+    (axes,) = figures.dormant_layers(tables.table(tmp_path, make, points=1)).axes
+    assert axes.get_ylim() == (-0.03, 1.03)
+    assert axes.get_xticks().tolist() == [0]
+
+
 def test_every_block_against_the_first_checkpoint(tmp_path):
     figure = figures.delta_heatmap_blocks(small(tmp_path, VALUES))
     expected = [[0, 2, 1], [0, -1, -2], [0, -5, -4], [0, np.nan, 0.5]]
