@@ -191,7 +191,7 @@ def _course(part: pd.DataFrame, share: bool) -> Course | None:
     """
     places = ["block", "component", "head", "tokens", "tensor", "parameters", "probe"]
     rows = part[places].astype(object).itertuples(index=False)
-    keys = np.array(["|".join(map(str, row)) for row in rows])
+    keys = pd.Series(["|".join(map(str, row)) for row in rows], index=part.index, name="place")
     values = part.pivot_table(index="step", columns=keys, values="value", observed=True)
     values = values.dropna(axis=1)
     if len(values) < 4 or values.shape[1] == 0:

@@ -71,6 +71,7 @@ def out(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "Losing plasticity" in done.stdout and "weights grow" in done.stdout
     assert str(folder / "metrics") in done.stdout and str(folder / "figures") in done.stdout
     assert max(len(line) for line in done.stdout.splitlines() if str(folder) not in line) <= 80
+    assert "--with ntk,jacobian,sensitivity would add about 1 s, 1 s and 1 s" in done.stdout
     assert "5/5 step 40 step_40.pt" in done.stderr and "relu" in done.stderr
     return folder
 
