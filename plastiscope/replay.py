@@ -40,11 +40,15 @@ class Sampling:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """One batch on its way: which inputs of the probe, their folds, which tokens count [B, T]."""
+    """One batch on its way: which inputs of the probe, their folds, which tokens count [B, T]; and
+    what was chosen, the same for all components of so many positions."""
 
     first: int
     fold: torch.Tensor
     mask: torch.Tensor | None
+    chosen: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = field(
+        default_factory=dict
+    )
 
 
 @dataclass
@@ -214,30 +218,30 @@ class Replay:
         self, x: torch.Tensor, chunk: _Chunk, bounded: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The rows [n, ...] of x [B, P, ...] that count; the fold and the input of each [n]."""
-        numbers = torch.arange(len(x))
         if x.ndim == 2:
-            return x, chunk.fold, numbers
-        positions = x.shape[1]
-        keep = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
+            return x, chunk.fold, torch.arange(len(x))
+        key = (x.shape[1], bounded)
+        if key not in chunk.chosen:
+            keep = self._keep(chunk, x.shape[1], bounded)
+            numbers = torch.arange(len(x))[:, None].expand(keep.shape)[keep]
+            chosen = None if keep.all() else keep.flatten().nonzero().squeeze(1).to(x.device)
+            chunk.chosen[key] = chosen, chunk.fold[numbers], numbers
+        chosen, fold, numbers = chunk.chosen[key]
+        flat = x.flatten(0, 1)
+        return flat if chosen is None else flat[chosen], fold, numbers
+
+    def _keep(self, chunk: _Chunk, positions: int, bounded: bool) -> torch.Tensor:
+        """Which positions count [B, P], on the CPU; bounded: at most so many of each input, drawn
+        by the input's own seed, so that neither the batch size nor the component changes which."""
+        keep = np.ones((len(chunk.fold), positions), dtype=bool)
         if chunk.mask is not None and chunk.mask.shape[1] == positions:
-            keep &= chunk.mask
+            keep &= chunk.mask.cpu().numpy()
         limit = max(1, self.sampling.probe_rows // self.inputs)
         if bounded and limit < positions:
-            keep = self._spread(keep, chunk.first, limit)
-        chosen = keep.cpu()
-        numbers = numbers[:, None].expand(chosen.shape)[chosen]
-        return x[keep], chunk.fold[numbers], numbers
-
-    def _spread(self, keep: torch.Tensor, first: int, limit: int) -> torch.Tensor:
-        """At most `limit` of the kept positions of each input, drawn by the input's own seed, so
-        that neither the batch size nor the component changes which."""
-        counts = keep.cpu().numpy()
-        chosen = np.zeros_like(counts)
-        for i, row in enumerate(counts):
-            random = np.random.default_rng((self.sampling.seed, first + i, len(row)))
-            places = np.flatnonzero(row)
-            chosen[i, random.permutation(places)[:limit]] = True
-        return torch.from_numpy(chosen).to(keep.device)
+            for i, row in enumerate(keep):
+                random = np.random.default_rng((self.sampling.seed, chunk.first + i, positions))
+                row[random.permutation(np.flatnonzero(row))[limit:]] = False
+        return torch.from_numpy(keep)
 
     def _add_outputs(self, logits: torch.Tensor, part: Batch) -> None:
         if "labels" in part:
@@ -246,7 +250,8 @@ class Replay:
             self.outputs.add(logits, part["labels"], self._chunk.fold)
 
     def rows(self, only: Collection[str]) -> list[Row]:
-        """The rows of every metric in `only`, in the network's order."""
+        """The rows of every metric in `only`, in the network's order; once, since it uses up what
+        was summed."""
         chosen = frozenset(only)
         numbered = enumerate(self.anatomy.components)
         parts = in_threads(lambda item: self._component_rows(*item, chosen), numbered)
@@ -258,19 +263,21 @@ class Replay:
 
     def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
         rows: list[Row] = []
+        seen = (index, "all") in self.features
         for tokens in ("all", "cls"):
             place = Place(component.name, component.block, "feature", tokens)
-            if (index, tokens) in self.features:
-                rows += measure(self.features[index, tokens].finish(), place, only)
+            # Taken out: what one component held is free for the next one's matrices.
+            if (sums := self.features.pop((index, tokens), None)) is not None:
+                rows += measure(sums.finish(), place, only)
             elif index in self.unplaced:
                 rows += absent("Features", place, "inputs_not_told_apart", only)
-            elif tokens == "cls" and self._lacks_cls(index):
+            elif tokens == "cls" and seen and self._lacks_cls():
                 rows += absent("Features", place, "no_cls_token", only)
         if index in self.per_head and component.heads:
             site = self.anatomy.attention[component.block or 0]
             heads = site.heads if component.name == "q" else site.kv_heads
             place = Place(component.name, component.block, "feature", "all", heads=heads)
-            rows += measure(self.per_head[index].finish(), place, only)
+            rows += measure(self.per_head.pop(index).finish(), place, only)
         place = Place(component.name, component.block, "unit", "all")
         if index in self.units and index in self.unplaced:
             rows += absent("Units", place, "inputs_not_told_apart", only)
@@ -282,11 +289,11 @@ class Replay:
             rows += measure(self.attention[component.block].finish(), place, only)
         return rows
 
-    def _lacks_cls(self, index: int) -> bool:
-        """Whether a CLS token is missed there: where anything is seen at all, in an encoder."""
+    def _lacks_cls(self) -> bool:
+        """Whether a CLS token is missed: in an encoder."""
         sites = self.anatomy.attention.values()
         encoder = bool(sites) and not any(site.causal for site in sites)
-        return encoder and self.anatomy.cls is None and (index, "all") in self.features
+        return encoder and self.anatomy.cls is None
 
 
 def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:

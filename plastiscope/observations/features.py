@@ -72,8 +72,8 @@ class FeatureSums:
     def __init__(self, folds: int) -> None:
         self.folds = folds
         self.counts = np.zeros(folds, dtype=np.int64)
-        self.held: list[Tensor] = []
-        self.held_folds: list[Tensor] = []
+        self.held: Tensor | None = None
+        self.filled = 0
         self.kept = 1.0
         self.generator = torch.Generator().manual_seed(0)
         self.pivot: Tensor | None = None
@@ -118,25 +118,51 @@ class FeatureSums:
         if self.kept < 1:
             chosen = self._chosen(len(x), self.kept)
             x, fold = x[chosen.to(x.device)], fold[chosen]
-        self.held.append(x.clone())
-        self.held_folds.append(fold % self.parts)
-        held = sum(part.numel() * part.element_size() for part in self.held)
-        if held > self._moment_bytes and self._moment_bytes <= 2 * ROWS_LIMIT:
-            self.sums, self.moments = self._zeros()
-            for rows, folds in zip(self.held, self.held_folds, strict=True):
-                self._add_moments(rows, folds, self.sums, self.moments)
-                self.moment_counts += np.bincount(folds.numpy(), minlength=self.parts)
-            self.held = []
-        elif held > ROWS_LIMIT:
-            self._thin()
+        if self.held is None:
+            self._allocate(x)
+        assert self.held is not None
+        if self._moment_bytes > 2 * ROWS_LIMIT:
+            x, fold = self._thinned(x, fold)
+        elif self.filled + len(x) > len(self.held):
+            self._start_moments(x, fold)
+            return
+        part = slice(self.filled, self.filled + len(x))
+        self.held[part], self.held_folds[part] = x, fold % self.parts
+        self.filled = part.stop
 
-    def _thin(self) -> None:
-        """Half of the rows go, now and from here on: the vocabulary doesn't set the memory."""
-        rows, folds = torch.cat(self.held), torch.cat(self.held_folds)
-        while len(rows) > 2 and rows.numel() * rows.element_size() > ROWS_LIMIT:
-            chosen = self._chosen(len(rows), 0.5)
-            rows, folds, self.kept = rows[chosen.to(rows.device)], folds[chosen], self.kept / 2
-        self.held, self.held_folds = [rows], [folds]
+    def _allocate(self, x: Tensor) -> None:
+        """All at once, so that what is held doesn't lie scattered between batches; memory that is
+        never written to isn't taken."""
+        most = self._moment_bytes if self._moment_bytes <= 2 * ROWS_LIMIT else ROWS_LIMIT
+        room = max(2, most // (x[0].numel() * x.element_size()))
+        self.held = x.new_empty(room, *self.shape)
+        self.held_folds = torch.empty(room, dtype=torch.long)
+
+    def _start_moments(self, x: Tensor, fold: Tensor) -> None:
+        self.sums, self.moments = self._zeros()
+        held, folds = self.rows()
+        self.held = None
+        for rows, of in ((held, folds), (x, fold % self.parts)):
+            self._add_moments(rows, of, self.sums, self.moments)
+            self.moment_counts += np.bincount(of.numpy(), minlength=self.parts)
+
+    def _thinned(self, x: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
+        """Where there is no more room half of the rows go, those held and these, now and from here
+        on: the vocabulary doesn't set the memory."""
+        assert self.held is not None
+        while 2 < self.filled + len(x) > len(self.held):
+            chosen = self._chosen(self.filled + len(x), 0.5)
+            old, new = chosen[chosen < self.filled], chosen[chosen >= self.filled] - self.filled
+            self.held[: len(old)] = self.held[old.to(x.device)]
+            self.held_folds[: len(old)] = self.held_folds[old]
+            self.filled, self.kept = len(old), self.kept / 2
+            x, fold = x[new.to(x.device)], fold[new]
+        return x, fold
+
+    def rows(self) -> tuple[Tensor, Tensor]:
+        """The rows held and their folds."""
+        assert self.held is not None
+        return self.held[: self.filled], self.held_folds[: self.filled]
 
     def _chosen(self, rows: int, share: float) -> Tensor:
         """A seeded choice: a regular one could take all rows of one fold."""
@@ -175,7 +201,7 @@ class FeatureSums:
         if self.moments is not None:
             sums, moments, counts = self.sums, self.moments, self.moment_counts
         else:
-            rows, fold = torch.cat(self.held), torch.cat(self.held_folds)
+            rows, fold = self.rows()
             if len(rows) < self.shape[-1]:
                 plain, centered = row_spectra(rows, fold, self.parts, self.pivot, eps)
                 return plain, centered, _second(rows) if rows.ndim == 2 else None
