@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pandas as pd
@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from ..errors import unknown
-from .panels import Canvas
+from .panels import Canvas, runs_of
 from .selection import Choice
 from .style import Look, applied, look, settle
 
@@ -133,6 +133,8 @@ class Kind:
     ) -> Figure:
         """Draw numbers that `data` gave."""
         of = look(style)
+        if "run" in data:
+            choice = replace(choice, runs=tuple(runs_of(data, choice)))
         with applied(of):
             on = self.ink(data, choice, of, axes)
             if on.own:

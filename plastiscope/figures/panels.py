@@ -184,15 +184,19 @@ def run_courses(
     marker: str = "",
 ) -> None:
     """The same series of every run: one colour, a dash pattern a run."""
-    runs = runs_of(data, choice)
-    for place, run in enumerate(runs):
+    runs = choice.runs or runs_of(data, choice)
+    dashes = {run: DASHES[place % len(DASHES)] for place, run in enumerate(runs)}
+    if len(runs) > 1:
+        key = {"color": visible(colour, on.look), "marker": marker, "linewidth": on.look.line}
+        if name:
+            on.entries.setdefault(plain(name), Line2D([], [], **key))
+        for run, dash in dashes.items():
+            key = {"color": on.look.ink, "linestyle": dash, "linewidth": on.look.line}
+            on.entries.setdefault(RUN + plain(run), Line2D([], [], **key))
+    for run, dash in dashes.items():
         one = data[data["run"] == run]
         if len(one):
-            dash = DASHES[place % len(DASHES)]
             course(on, axes, one, name, colour=colour, marker=marker, dash=dash)
-            if len(runs) > 1:
-                key = Line2D([], [], color=on.look.ink, linestyle=dash, linewidth=on.look.line)
-                on.entries.setdefault(RUN + plain(run), key)
 
 
 def legend(on: Canvas) -> None:

@@ -39,7 +39,8 @@ class Choice:
     `steps` is an inclusive range. `x` is what lies on the horizontal axis; "tokens" is
     step * `tokens_per_step`. `groups` maps a name to runs shown as their mean and standard
     deviation. `parameters` ("tau=0.01"), `probe` and `subject` choose between rows that differ
-    only there.
+    only there. `runs` are those that the figure shows, once it is known: each has its dash pattern
+    in every panel, whether or not the others have a line there.
     """
 
     metric: str | None = None
@@ -53,6 +54,7 @@ class Choice:
     parameters: str | None = None
     probe: str | None = None
     subject: str | None = None
+    runs: tuple[str, ...] = ()
 
 
 def pick(

@@ -8,10 +8,12 @@ from __future__ import annotations
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 from ..errors import NotEnoughEvidenceError
 from .kind import Kind
 from .panels import (
+    RUN,
     Canvas,
     bottom,
     canvas,
@@ -24,9 +26,10 @@ from .panels import (
     visible,
 )
 from .selection import Choice, demand_values, grouped, ordered, pick
-from .style import BLUE, Look, mark
-from .ticks import count_axis, count_text, label_columns, log_scale, words
+from .style import BLUE, GREEN, OLIVE, ORANGE, PURPLE, RED, Look, mark
+from .ticks import count_axis, count_text, label_columns, log_scale, plain, words
 
+RUN_COLOURS = (BLUE, RED, GREEN, PURPLE, ORANGE, OLIVE)
 RATES = ("rate_of_change", "rate_of_change_embedding")
 
 
@@ -127,16 +130,20 @@ def rate_bound_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
 
 def draw_rate_bound(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
-    """A panel a component, block on x: measured solid, bound dashed, log y."""
+    """A panel a component, block on x: measured solid, bound dashed, a colour a run, log y."""
     names = ordered(list(data["component"].unique()))
     on = canvas(of, len(names), axes, columns=3, height=1.4)
+    runs = runs_of(data, choice)
     for panel, name in zip(on.panels, names, strict=True):
-        for run in runs_of(data, choice):
+        for run, colour in zip(runs, RUN_COLOURS * len(runs), strict=False):
             one = data[(data["component"] == name) & (data["run"] == run)].sort_values("block")
             along = one.assign(x=one["block"], point=one["block"], spread=np.nan)
-            course(on, panel, along, "measured", colour=BLUE, marker="o")
+            course(on, panel, along, "measured", colour=colour, marker="o")
             limit = along.assign(value=one["bound"])
-            course(on, panel, limit, "bound", colour=of.ink, dash="--")
+            course(on, panel, limit, "bound", colour=colour if len(runs) > 1 else of.ink, dash="--")
+            if len(runs) > 1:
+                key = {"color": visible(colour, of), "linewidth": of.line}
+                on.entries.setdefault(RUN + plain(run), Line2D([], [], **key))
         panel.set_yscale("log", nonpositive="mask")
         panel.set_title(words(name))
     if on.own:

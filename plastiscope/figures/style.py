@@ -46,7 +46,7 @@ MARKS: dict[str, tuple[str, str]] = {
     "experts": (PURPLE, "*"),
     "router": (OLIVE, "d"),
     "conv": (BLUE, "o"),
-    "fc": (RED, "s"),
+    "fc": (RED, "D"),
     "norm": (SKY, "v"),
     "activation": (ORANGE, "X"),
     "fc2": (GREEN, "^"),

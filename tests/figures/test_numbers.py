@@ -92,6 +92,23 @@ def test_one_checkpoint_and_nothing_but_zeros_get_sensible_axes(tmp_path):
     assert axes.get_xticks().tolist() == [0]
 
 
+def test_a_run_has_one_dash_pattern_in_every_panel(tmp_path):
+    for run, blocks in (("flat", 1), ("deep", 2)):
+        table = small(tmp_path, [{(b, "fc1"): 5.0 for b in range(blocks)}] * 2, run=run)
+    first, second = figures.component_rank(table).axes
+    styles = [line.get_linestyle() for line in first.lines]
+    assert sorted(styles) == ["-", "--"], "deep comes first in the table"
+    assert [line.get_linestyle() for line in second.lines] == ["-"]
+    (legend,) = figures.component_rank(table).legends
+    keys = {t.get_text(): h.get_linestyle()
+            for t, h in zip(legend.get_texts(), legend.legend_handles, strict=True)}  # fmt: skip
+    assert keys == {"fc1": "-", "run: deep": "-", "run: flat": "--"}
+    for run, blocks in (("a_flat", 1), ("deep", 2)):
+        table = small(tmp_path / "b", [{(b, "fc1"): 5.0 for b in range(blocks)}] * 2, run=run)
+    first, second = figures.component_rank(table).axes
+    assert [line.get_linestyle() for line in second.lines] == ["--"], "deep comes second"
+
+
 def test_every_block_against_the_first_checkpoint(tmp_path):
     figure = figures.delta_heatmap_blocks(small(tmp_path, VALUES))
     expected = [[0, 2, 1], [0, -1, -2], [0, -5, -4], [0, np.nan, 0.5]]

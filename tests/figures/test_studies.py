@@ -90,6 +90,16 @@ def test_violins_are_of_powers_only_where_the_values_span_them(tmp_path):
         np.testing.assert_allclose(axes.lines[-1].get_ydata(), expected)
 
 
+def test_bounds_of_several_runs_have_a_colour_each(tmp_path):
+    for seed in range(2):
+        table = tables.table(tmp_path, tables.study, f"run{seed}", 1, seed=seed)
+    figure = figures.rate_bound(table)
+    lines = [(line.get_color(), line.get_linestyle()) for line in figure.axes[0].lines]
+    assert lines == [("#0072B2", "-"), ("#0072B2", "--"), ("#D55E00", "-"), ("#D55E00", "--")]
+    texts = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert texts == ["measured", "bound", "run: run0", "run: run1"]
+
+
 def test_network_totals_are_the_pooled_ones(tmp_path):
     def make(point):
         return [
