@@ -16,11 +16,20 @@ from ..errors import NotEnoughEvidenceError
 from .delta import depth_order
 from .kind import Kind
 from .panels import Canvas, canvas, course, depth_colours, legend, runs_of, say_shade
-from .selection import Choice, demand_values, grouped, in_chosen_blocks, pick, spaced
+from .selection import (
+    Choice,
+    blocks_of,
+    demand_values,
+    grouped,
+    in_chosen_blocks,
+    pick,
+    spaced,
+)
 from .style import Look
 from .ticks import count_text, label_columns, plain, words
 
 SAMPLED = 5
+MOST_PLACES = 250
 Place = tuple[int | None, str]
 
 
@@ -40,6 +49,17 @@ def with_places(data: pd.DataFrame) -> pd.DataFrame:
     return data.assign(place=[places[None if pd.isna(b) else int(b), name] for b, name in keys])
 
 
+def within_room(data: pd.DataFrame, places: int) -> tuple[pd.DataFrame, str]:
+    """Of more places than there is room for, those of some blocks; and a line that says so."""
+    blocks, count = blocks_of(data), len(depth_order(data))
+    most = max(2, places * len(blocks) // max(count, 1))
+    if count <= places or len(blocks) <= most:
+        return data, ""
+    shown = spaced(blocks, most)
+    kept = data[data["block"].isna() | data["block"].isin(shown)]
+    return with_places(kept), f"{len(shown)} of {len(blocks)} blocks, evenly spaced"
+
+
 def cls_rank_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Effective rank of the [inputs, width] matrix of class tokens after every component.
 
@@ -57,6 +77,7 @@ def cls_rank_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
 def draw_cls_rank(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
     """Depth on x, a line a sampled checkpoint from dark (first) to bright, a panel a run."""
+    data, some = within_room(data, MOST_PLACES)
     runs, order = runs_of(data, choice), depth_order(data)
     on = canvas(of, len(runs), axes, columns=1, height=2.2, width=of.double)
     for panel, run in zip(on.panels, runs, strict=True):
@@ -75,6 +96,8 @@ def draw_cls_rank(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
         if len(runs) > 1:
             panel.set_title(plain(run))
     depth_axes(on, order)
+    if on.own and some:
+        on.figure.suptitle(some)
     if choice.groups:
         say_shade(on, "standard deviation over runs")
     legend(on)

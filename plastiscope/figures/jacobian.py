@@ -13,7 +13,7 @@ from matplotlib.lines import Line2D
 
 from ..errors import NotEnoughEvidenceError
 from .delta import depth_order
-from .depth import depth_axes, sampled, with_places
+from .depth import depth_axes, sampled, with_places, within_room
 from .kind import Kind
 from .panels import Canvas, canvas, legend, runs_of, visible
 from .selection import Choice, demand_values, grouped, in_chosen_blocks, pick
@@ -23,6 +23,7 @@ from .ticks import count_text, plain
 WHOLE = ("block", "network")
 """What consists of the other components: no place of its own along the depth."""
 LEAST = 1e-4
+MOST_BARS = 130
 
 
 def jacobian_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
@@ -67,6 +68,7 @@ def draw_jacobian(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
 
     Logarithmic; what is under 1e-4 (a layer norm has an exact zero) lies on the lower edge.
     """
+    data, some = within_room(data, MOST_BARS)
     order = depth_order(data)
     pairs = [
         (run, point)
@@ -87,6 +89,8 @@ def draw_jacobian(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | Non
     depth_axes(on, order)
     if on.own:
         on.figure.supylabel("singular values of the Jacobian", fontsize=of.font)
+        if some:
+            on.figure.suptitle(some)
     else:
         on.panels[0].set_ylabel("singular values of the Jacobian")
     legend(on)

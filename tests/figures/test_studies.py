@@ -267,6 +267,19 @@ def test_whole_blocks_have_no_place_among_their_components(tmp_path):
     assert asked["value"].tolist() == [500.0]
 
 
+def test_of_very_many_blocks_the_depth_shows_some(tmp_path):
+    def make(point):
+        return [tables.jacobian(f"jacobian_sigma_{end}", value + block, "fc1", block)
+                for block in range(400) for end, value in (("min", 0.5), ("max", 1.0))]  # fmt: skip
+
+    table = tables.table(tmp_path, make, points=1)
+    assert len(figures.jacobian_depth.data(table, choose())) == 800
+    figure = figures.jacobian_depth(table)
+    assert figure.get_suptitle() == "130 of 400 blocks, evenly spaced"
+    ends = [path.vertices[1, 1] for path in figure.axes[0].collections[0].get_paths()]
+    assert len(ends) == 130 and (ends[0], ends[-1]) == (1.0, 400.0)
+
+
 def test_bounds_of_every_component_are_drawn(tmp_path):
     data = figures.rate_bound.data(tables.table(tmp_path, tables.study, points=2), choose())
     assert len(data) == 15
