@@ -16,21 +16,23 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from ..errors import NotEnoughEvidenceError
 from .kind import Kind
 from .panels import (
     Canvas,
     canvas,
+    course,
     depth_colours,
     finish_courses,
     run_courses,
+    runs_of,
+    visible,
     with_breaks,
 )
 from .selection import Choice, demand_values, grouped, pick
 from .style import BLUE, ORANGE, Look
-from .ticks import words
+from .ticks import plain, words
 
 Numbers = npt.NDArray[np.floating[Any]]
 POOLED = ("pooled, scope=non-embedding", "pooled", "pooled, tau=0.025", "tau=0.025")
@@ -191,17 +193,24 @@ def probe_auc_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
 
 
 def draw_probe_auc(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
-    """The AUC as points, its moving average as a line, a vertical line at the onset."""
-    on = canvas(of, 1, axes, height=2.0)
-    panel = on.panels[0]
-    smooth = data.assign(value=data["moving_average"], spread=np.nan)
-    run_courses(on, panel, data, choice, words(str(data["metric"].iloc[0])), BLUE, "o")
-    run_courses(on, panel, smooth, choice, "3-point moving average", ORANGE)
-    for x in data.loc[data["onset"], "x"]:
-        panel.axvline(x, color=of.ink, linewidth=of.line, linestyle=":")
-        key = Line2D([], [], color=of.ink, linewidth=of.line, linestyle=":")
-        on.entries.setdefault("onset of the lasting rise", key)
-    finish_courses(on, choice, words(str(data["metric"].iloc[0])))
+    """A panel a run: the AUC as points, its moving average, a vertical line at the onset."""
+    runs, name = runs_of(data, choice), words(str(data["metric"].iloc[0]))
+    several = len(runs) > 1
+    on = canvas(of, len(runs), axes, columns=4, height=1.25 if several else 2.0)
+    colour = visible(BLUE, of)
+    for panel, run in zip(on.panels, runs, strict=True):
+        one = data[data["run"] == run].sort_values("point", kind="stable")
+        x, y, spread = (one[column].to_numpy(float) for column in ("x", "value", "spread"))
+        (points,) = panel.plot(x, y, "o", color=colour, markersize=0.8 * of.marker)
+        panel.fill_between(x, y - spread, y + spread, color=colour, alpha=0.2, linewidth=0)
+        on.entries[name] = points
+        smooth = one.assign(value=one["moving_average"], spread=np.nan)
+        course(on, panel, smooth, "3-point moving average", colour=ORANGE)
+        for at in one.loc[one["onset"], "x"]:
+            line = panel.axvline(at, color=of.ink, linewidth=of.line, linestyle=":")
+            on.entries["onset of the lasting rise"] = line
+        panel.set_title(plain(run) if several else "")
+    finish_courses(on, choice, name)
     return on
 
 

@@ -170,6 +170,11 @@ def test_recorded_trainability_feeds_the_onset_and_its_law(tmp_path):
     assert course[course["onset"]].set_index("run")["x"].to_dict() == {
         "small": 2000, "middle": 4000, "large": 8000,
     }  # fmt: skip
+    panels = figures.probe_auc(table).axes
+    assert [axes.get_title() for axes in panels] == ["large", "middle", "small"]
+    points, smooth, onset = panels[1].lines
+    np.testing.assert_array_equal(points.get_ydata(), [(n - 4) ** 2 for n in range(1, 13)])
+    assert smooth.get_ydata()[3] == pytest.approx(2 / 3) and onset.get_xdata()[0] == 4000
     data = figures.onset_law.data(table, choose())
     assert data.set_index("run")["parameter_count"].to_dict() == {
         "small": 10, "middle": 100, "large": 1000,
