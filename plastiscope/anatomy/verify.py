@@ -203,8 +203,7 @@ def _product_output(scene: _Scene, product: Product, heads: Sequence[Matrix]) ->
     """The projection's output with a weight that holds the heads' slices and zeros elsewhere."""
     record = scene.record
     weight = torch.zeros_like(record.values[record.named(product.tensor)].tensor)
-    for head in heads:
-        weight = _filled(weight, head, scene.tensors[head.tensor])
+    weight = _filled(weight, heads, scene.tensors[product.tensor])
     return _with_weight(record, product, weight, record.values[product.source].tensor)
 
 
@@ -218,12 +217,12 @@ def _with_weight(record: Record, product: Product, weight: Tensor, source: Tenso
     return record.outputs_with(product.call, {operand: weight, product.source: source})[0]
 
 
-def _filled(weight: Tensor, matrix: Matrix, source: Tensor) -> Tensor:
-    """A weight with the matrix's elements copied from the source tensor."""
+def _filled(weight: Tensor, matrices: Sequence[Matrix], source: Tensor) -> Tensor:
+    """A weight with the matrices' elements copied from the source tensor."""
     place = torch.arange(weight.numel(), device=weight.device).reshape(weight.shape)
-    place = matrix.of(place).flatten()
+    places = torch.cat([m.of(place).flatten() for m in matrices])
     filled = weight.flatten().clone()
-    filled[place] = source.to(weight).flatten()[place]
+    filled[places] = source.to(weight).flatten()[places]
     return filled.reshape(weight.shape)
 
 
@@ -242,9 +241,12 @@ def _by_head(
     rows = _row_numbers(scene, product, start)
     value = torch.zeros_like(record.values[number].tensor)
     arriving = _arriving(site, letter, value, operand)
+    owner = torch.full((product.height + 1,), -1)
     for k, head in enumerate(heads):
-        own = torch.isin(rows, _rows(head, product)).to(made.device)
-        masked = torch.where(own, made, torch.zeros_like(made))
+        owner[_rows(head, product)] = k
+    owners = owner[rows].to(made.device)  # -1, made from no row, is the last entry
+    for k in range(len(heads)):
+        masked = torch.where(owners == k, made, torch.zeros_like(made))
         new = masked if start == number else record.run_again({start: masked}, number)
         value = torch.where(arriving == k, new, value)
     return value
@@ -339,7 +341,7 @@ def _projected(scene: _Scene, sites: Sequence[AttentionSite], part: Component) -
             own = torch.where(arriving == k, mixed, torch.zeros_like(mixed))
             if start != product.source:
                 own = _alone(record, start, own, product.source)
-            slices = _filled(torch.zeros_like(weight), head, scene.tensors[head.tensor])
+            slices = _filled(torch.zeros_like(weight), [head], scene.tensors[head.tensor])
             total = total + _with_weight(record, product, slices, own) - bias
     return _error(total, record.values[product.output].tensor)
 
