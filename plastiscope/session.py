@@ -217,7 +217,11 @@ class Session:
         sampling = Sampling(s.folds, s.probe_rows, s.batch_size, s.seed, maps)
         replay = Replay(network.anatomy, len(each.batch["inputs"]), sampling)
         replay.run(network.live, each.batch, network.device)
-        return [replace(row, probe=label(each)) for row in replay.rows(self.chosen)]
+        rows = replay.rows(self.chosen)
+        if "labels" not in each.batch:
+            place = metrics.Place("head", None, "output")
+            rows += metrics.absent("Outputs", place, "no_labels", self.chosen)
+        return [replace(row, probe=label(each)) for row in rows]
 
     def _derived(self, position: int, network: Network, each: probe.Probe) -> Iterator[store.Row]:
         """What was asked for that needs gradients, on the first inputs of the probe."""

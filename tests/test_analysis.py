@@ -350,3 +350,14 @@ def test_a_new_first_checkpoint_is_told(run: Path, settings: Settings) -> None:
     again = Counting()
     plastiscope.analyze(run, settings, again)
     assert not any("drift" in str(line) for line in again.seen)
+
+
+def test_a_probe_without_labels_has_a_reason_for_loss_and_accuracy(
+    run: Path, settings: Settings
+) -> None:
+    np.savez(run / "probe.npz", inputs=np.load(run / "probe.npz")["inputs"])
+    table = plastiscope.analyze(run, replace(settings, steps="100")).table()
+    found = table[table["metric"].isin(["loss", "accuracy"])]
+    assert found["value"].isna().all() and set(found["status"]) == {"no_labels"}
+    assert sorted(found["metric"]) == ["accuracy", "loss"]
+    assert set(found["component"]) == {"head"} and found["probe"].notna().all()
