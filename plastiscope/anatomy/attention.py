@@ -13,6 +13,7 @@ from torch import Tensor
 
 from plastiscope.anatomy.flow import NORMS, places
 from plastiscope.anatomy.operands import (
+    DIVISIONS,
     HIDDEN,
     SDPA,
     SOFTMAXES,
@@ -77,21 +78,23 @@ def attentions(
 ) -> list[Attention]:
     """Every attention of the pass whose queries depend on the inputs, in order.
 
-    One whose maps are over channels, not tokens, is left out, and a note says so.
+    Others are left out, as are those whose maps are over channels, not tokens, and notes say so.
     """
     by_call = {p.call.index: p for p in linear if not p.is_depthwise}
     found = []
     for call in record.calls:
         if call.op == SDPA:
             parts = fused_parts(record, call)
-        elif call.op in SOFTMAXES:
+        elif call.op in SOFTMAXES | DIVISIONS:
             parts = explicit_parts(record, call, by_call)
         else:
             continue
-        if parts is None or not record.values[parts["q"].value].live:
+        if parts is None:
             continue
-        if _over_channels(record, parts["q"], by_call, norms):
-            path = call.site.module or "the network"
+        path = call.site.module or "the network"
+        if not record.values[parts["q"].value].live:
+            notes.append(f"{path} has the same queries for all inputs: it isn't read as attention")
+        elif _over_channels(record, parts["q"], by_call, norms):
             notes.append(f"{path} attends over channels, not tokens: its maps aren't measured")
         else:
             found.append(_described(record, call, parts, by_call, norms))

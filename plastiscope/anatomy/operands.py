@@ -18,6 +18,7 @@ from plastiscope.anatomy.sites import reaches
 SDPA = "scaled_dot_product_attention"
 SDPA_ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 SOFTMAXES = {"softmax", "_softmax", "_safe_softmax", "special_softmax"}
+DIVISIONS = {"div", "div_", "__truediv__", "true_divide", "divide"}
 CAPS = {"tanh", "tanh_", "clamp", "clamp_min", "clamp_max", "maximum", "minimum"}
 MOST_HEADS = 128
 HIDDEN = -9e3
@@ -63,16 +64,15 @@ def explicit_parts(
     record: Record, call: Call, linear: dict[int, Product]
 ) -> dict[str, Part] | None:
     """q, k, v, scores, probabilities and output around a softmax; None: it isn't an attention."""
-    if not call.inputs or not record.values[call.inputs[0]].live:
+    softmax = _softmax(record, call)
+    if softmax is None or not record.values[softmax[0]].live:
         return None
-    scores = _back_to_product(record, call.inputs[0], linear)
+    given, site, dim = softmax
+    scores = _back_to_product(record, given, linear)
     mix = _on_to_product(record, call.outputs[0], linear)
     if scores is None or mix is None:
         return None
     ndim = record.values[call.outputs[0]].tensor.ndim
-    dim = call.kwargs.get("dim", call.args[1] if len(call.args) > 1 else -1)
-    if not isinstance(dim, int):
-        return None
     key = dim % ndim
     same = record.values[scores.outputs[0]].tensor.ndim == ndim
     found = _score_parts(record, scores, key - ndim if same else -1)
@@ -89,10 +89,28 @@ def explicit_parts(
     else:
         seen = Part(call.outputs[0], call.site, leading, query, key)
     maps = {
-        "scores": Part(call.inputs[0], _port(call.site, "input"), leading, query, key),
+        "scores": Part(given, site, leading, query, key),
         "probabilities": seen,
     }
     return {**found, **mixed, **maps}
+
+
+def _softmax(record: Record, call: Call) -> tuple[int, Site, int] | None:
+    """(what it takes, where that is seen, along which axis) of a softmax: a function, or exp(x)
+    divided by its sum."""
+    over, taking = call, call
+    if call.op not in SOFTMAXES:
+        makers = [record.call_of(n) for n in call.inputs]
+        if len(makers) != 2 or makers[0] is None or makers[1] is None:
+            return None
+        taking, over = makers[0], makers[1]
+        if (taking.op, over.op) != ("exp", "sum") or over.inputs[:1] != call.inputs[:1]:
+            return None
+    dim = over.kwargs.get("dim", over.args[1] if len(over.args) > 1 else -1)
+    dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
+    if not isinstance(dim, int) or not taking.inputs:
+        return None
+    return taking.inputs[0], _port(taking.site, "input"), dim
 
 
 def _back_to_product(record: Record, number: int, linear: dict[int, Product]) -> Call | None:

@@ -13,7 +13,7 @@ from plastiscope.anatomy.attention import Attention, attentions
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
-from plastiscope.anatomy.products import Product, products
+from plastiscope.anatomy.products import PRODUCTS, Product, operands_of, products
 from plastiscope.anatomy.random_weights import random_parameters
 from plastiscope.anatomy.record import Record, record_pass
 from plastiscope.anatomy.sites import norms, reaches, residuals, within
@@ -69,6 +69,11 @@ def _anatomy(record: Record) -> Anatomy:
     others = _others(scene, parts, found)
     cls, prefix, more = _tokens(scene, found)
     notes += more
+    if not (found or notes) and (path := _multiplied(record)) is not None:
+        notes.append(
+            f"{path or 'the network'} multiplies activations with each other, with no softmax "
+            "between two products: it isn't read as attention"
+        )
     for block in found:
         every = (*block.attention.notes, *block.notes)
         notes += [f"block {block.index}: {note}" for note in every]
@@ -262,6 +267,15 @@ def _tokens_used(record: Record, end: int) -> Tensor:
     drawn = torch.rand(output[:1].shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output[:1], leaf, drawn)
     return gradient[0]
+
+
+def _multiplied(record: Record) -> str | None:
+    """The first module that takes matrix products of two values of the inputs, or None."""
+    for call in record.calls:
+        pair = operands_of(record, call) if call.op in PRODUCTS else None
+        if pair and all(record.values[n].live for n in pair):
+            return call.site.module
+    return None
 
 
 def _unused(record: Record) -> tuple[str, ...]:

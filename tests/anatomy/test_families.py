@@ -18,7 +18,6 @@ from plastiscope.errors import UsageError
 from tests.anatomy import zoo
 from tests.anatomy.nets import FusedGPT, RotaryLlama
 
-WITHOUT_TABLE = {"olmo2", "timm_swin2"}
 STORED = {
     "embedding", "norm1", "q", "k", "v", "attention_output", "norm2", "router", "gate",
     "fc1", "fc2", "final_norm", "head", "conv", "fc", "norm",
@@ -59,7 +58,7 @@ def tied(module: torch.nn.Module) -> dict[str, str]:
     return {n: first[id(p)] for n, p in every}
 
 
-@pytest.mark.parametrize("name", [n for n in zoo.NAMES if n.partition("-")[0] not in WITHOUT_TABLE])
+@pytest.mark.parametrize("name", zoo.NAMES)
 def test_table_and_trace_agree_slice_for_slice(name: str) -> None:
     model = zoo.build(name)
     names = tied(model.module)

@@ -59,6 +59,14 @@ class Talking(Attention):
         return self.after(mixed.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
 
 
+class WrittenOut(Attention):
+    """No softmax function: exp(x), divided by its sum."""
+
+    def maps(self, scores: Tensor) -> Tensor:
+        powers = (scores - scores.amax(-1, keepdim=True)).exp()
+        return powers / powers.sum(dim=-1, keepdim=True)
+
+
 class Pooled(Attention):
     """A depthwise convolution over the tokens of every head's keys, the same for all heads."""
 
@@ -141,6 +149,7 @@ def traced(net: nn.Module, batch: dict[str, Tensor]) -> Anatomy:
 STYLES = {
     "alibi": (Alibi, "pre", PRE),
     "talking heads": (Talking, "pre", PRE),
+    "written-out softmax": (WrittenOut, "pre", PRE),
     "pooled keys": (Pooled, "pre", PRE),
     "layer scale": (Attention, "scaled", PRE),
     "sandwich norms": (Attention, "sandwich", PRE),
@@ -189,6 +198,41 @@ def test_attention_over_channels_is_left_out_and_said() -> None:
     anatomy = trace(net, inputs_to(net), Sequences)
     assert anatomy.attention == {}
     assert "blocks.1.attention attends over channels" in anatomy.notes[1]
+    names = {m.tensor for c in anatomy.components for m in c.weights}
+    assert {f"blocks.{b}.attention.{x}.weight" for b in range(3) for x in "qkvo"} <= names
+
+
+class Linear(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        q, k = F.elu(q) + 1, F.elu(k) + 1
+        mixed = q @ (k.mT @ v) / (q @ k.sum(2)[..., None])
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Latent(Attention):
+    """Queries that are learned, the same for all inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.latent = nn.Parameter(torch.randn(1, TOKENS, WIDTH))
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        return [super().split(self.latent)[0].expand(len(x), -1, -1, -1), *super().split(x)[1:]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(*self.split(x))
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize(
+    ("attention", "why"), [(Linear, "with no softmax between"), (Latent, "the same queries")]
+)
+def test_what_isnt_read_as_attention_is_said(attention: type[Attention], why: str) -> None:
+    """Every weight is still a part, under its own path."""
+    net = Network(attention, "pre")
+    anatomy = trace(net, inputs_to(net), Sequences)
+    assert anatomy.attention == {} and why in anatomy.notes[0]
     names = {m.tensor for c in anatomy.components for m in c.weights}
     assert {f"blocks.{b}.attention.{x}.weight" for b in range(3) for x in "qkvo"} <= names
 
