@@ -238,6 +238,12 @@ def test_csv_holds_the_picture(opened):
     assert table["checkpoint"][0].startswith(EVIL)
 
 
+def test_copies_the_map_and_the_link(opened):
+    for button in ("map-copy", "link-copy"):
+        opened.find_element(By.ID, button).click()
+        wait(opened, lambda button=button: text(opened, button) == "Copied")
+
+
 def test_fits_a_phone(browser, page):
     opened = open_page(browser, page, "#metric=effective_rank", size=(390, 844))
     width, inner = opened.execute_script(
