@@ -15,11 +15,15 @@ import pandas as pd
 
 from .errors import NotEnoughEvidenceError, UsageError
 
+OURS = ".plastiscope"
 COLUMNS = ("metric", "parameters", "component", "block", "head", "tokens", "subject", "index")
 
 
 def to_tensorboard(table: pd.DataFrame, folder: Path) -> list[Path]:
-    """Event files, one folder a run. Raises UsageError without the tensorboard package."""
+    """Event files, one folder a run, in place of those of an earlier export.
+
+    Raises UsageError without the tensorboard package.
+    """
     try:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -28,7 +32,9 @@ def to_tensorboard(table: pd.DataFrame, folder: Path) -> list[Path]:
         raise _missing("tensorboard", "tensorboard") from error
     written = []
     for run, frame in _runs(table):
-        writer = EventFileWriter(str(folder / run))
+        for earlier in (folder / run).glob(f"events.out.tfevents.*{OURS}"):
+            earlier.unlink()
+        writer = EventFileWriter(str(folder / run), filename_suffix=OURS)
         for step, values in _steps(frame):
             summary = Summary(
                 value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values]
@@ -40,7 +46,10 @@ def to_tensorboard(table: pd.DataFrame, folder: Path) -> list[Path]:
 
 
 def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
-    """An MLflow database in the folder, a run for each run. Raises UsageError without mlflow."""
+    """An MLflow database in the folder, a run for each run, in place of an earlier export's.
+
+    Raises UsageError without mlflow.
+    """
     try:
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
@@ -51,6 +60,9 @@ def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
     known = client.get_experiment_by_name("plastiscope")
     experiment = known.experiment_id if known else client.create_experiment("plastiscope")
     for run, frame in _runs(table):
+        for earlier in client.search_runs([experiment]):
+            if earlier.info.run_name == run:
+                client.delete_run(earlier.info.run_id)
         to = client.create_run(experiment, run_name=run).info.run_id
         for step, values in _steps(frame):
             metrics = [Metric(_plain(tag), value, step, step) for tag, value in values]

@@ -37,6 +37,7 @@ def table(tmp_path: Path) -> pd.DataFrame:
 def test_tensorboard_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+    to_tensorboard(table.assign(value=7.0), tmp_path / "events")
     (folder,) = to_tensorboard(table, tmp_path / "events")
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -47,6 +48,7 @@ def test_tensorboard_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
 def test_mlflow_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
     from mlflow.tracking import MlflowClient
 
+    to_mlflow(table.assign(value=7.0), tmp_path / "ml")
     to_mlflow(table, tmp_path / "ml")
     client = MlflowClient(f"sqlite:///{tmp_path / 'ml' / 'mlflow.db'}")
     experiment = client.get_experiment_by_name("plastiscope").experiment_id
