@@ -27,8 +27,7 @@ sys.path.insert(0, str(SAMPLES / "train"))
 BOUND = Settings().probe_rows
 MANY = 1 << 20
 """A bound on rows that bounds nothing here."""
-ALL_UP_TO = 1797
-"""The most inputs that are measured with all of their rows."""
+SIZES = (64, 128, 256, 512, 1024)
 
 
 @dataclass(frozen=True)
@@ -47,12 +46,12 @@ class Place:
 
 @dataclass(frozen=True)
 class Case:
-    """One run: its last step, its inputs, and the numbers of them to try."""
+    """One run: its last step, its inputs, and the numbers of them and bounds on rows to try."""
 
     run: str
     last: int
     inputs: Callable[[int], torch.Tensor]
-    sizes: tuple[int, ...]
+    tried: tuple[tuple[int, int], ...]
     places: tuple[Place, ...]
 
 
@@ -88,7 +87,12 @@ def entropy(block: int, head: int) -> Place:
 
 CASES = (
     Case(
-        "gpt", 3600, windows, (64, 128, 256, 512, 1024, 2048, 4096),
+        "gpt", 3600, windows,
+        (
+            *((64, rows) for rows in (64, 128, 256, 512, 1024, 2048)),
+            *((n, BOUND) for n in (*SIZES, 2048, 4096)),
+            *((n, MANY) for n in SIZES),
+        ),
         (
             Place("effective rank, block 0 activation", "effective_rank", "activation", 0),
             Place("stable rank, block 0 activation", "stable_rank", "activation", 0),
@@ -97,7 +101,8 @@ CASES = (
         ),
     ),
     Case(
-        "vit", 4800, pictures, (64, 128, 256, 512, 1024, 1797),
+        "vit", 4800, pictures,
+        (*((n, BOUND) for n in (*SIZES, 1797)), *((n, MANY) for n in (*SIZES, 1797))),
         (
             Place("effective rank, block 0 activation", "effective_rank", "activation", 0),
             Place("the same of CLS", "effective_rank", "activation", 0, tokens="cls"),
@@ -159,12 +164,7 @@ def main() -> None:
     """Print the tables."""
     print("# The tables of probe-rows.md\n\nWritten by `docs/probe_rows.py`.")
     for case in CASES:
-        tables = {
-            (n, b): measured(case, n, b)
-            for b in (BOUND, MANY)
-            for n in case.sizes
-            if b == BOUND or n <= ALL_UP_TO
-        }
+        tables = {pair: measured(case, *pair) for pair in case.tried}
         for step in (0, case.last):
             print(f"\n## {case.run}, step {step}\n")
             print("\n".join(lines(case, step, tables)))
