@@ -149,6 +149,8 @@ def _modules(network: Network) -> dict[Where, str]:
         (c.name, c.block): c.path
         for c in network.anatomy.components
         if c.path in known and paths.count(c.path) == 1 and c.features is not None
+        # Their inputs have to lie along the first axis.
+        if c.input_axis == 0
     }
 
 
@@ -158,7 +160,10 @@ def _blocks(network: Network) -> dict[Where, str]:
     known = dict(network.live.module.named_modules())
     blocks: dict[Where, str] = {}
     for block in network.anatomy.attention:
-        paths = [c.path.split(".") for c in network.anatomy.components if c.block == block]
+        parts = [c for c in network.anatomy.components if c.block == block]
+        if any(c.input_axis for c in parts):
+            continue
+        paths = [c.path.split(".") for c in parts]
         shared = _shared(paths)
         if shared and ".".join(shared) in known:
             blocks["block", block] = ".".join(shared)
@@ -250,6 +255,8 @@ def _attention_modules(network: Network) -> dict[Where, str]:
             for c in network.anatomy.components
             if c.block == block and c.name in ("q", "k", "v", "attention_output")
         ]
+        if any(c.input_axis for c in network.anatomy.components if c.block == block):
+            continue
         path = ".".join(_shared(parts))
         if path in known and path not in _blocks(network).values():
             places["attention", block] = path
@@ -306,7 +313,12 @@ def gradient_rows(
         if gradient is None or len(gradient) % len(batch["inputs"]):
             yield from absent("UnitGradients", place, "no_gradient", chosen)
             continue
-        gradient = gradient.movedim(activations[i].channel_axis, -1)
+        if activations[i].input_axis < 0:
+            yield from absent("UnitGradients", place, "inputs_not_told_apart", chosen)
+            continue
+        if gradient.ndim > 2:
+            axes = (activations[i].input_axis, activations[i].channel_axis)
+            gradient = gradient.movedim(axes, (0, -1))
         per_input = gradient.reshape(len(batch["inputs"]), -1, gradient.shape[-1])
         fold = torch.arange(len(per_input)) % folds
         sums = UnitGradientSums(folds)

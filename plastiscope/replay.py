@@ -17,7 +17,16 @@ import numpy as np
 import torch
 
 from .anatomy import AttentionCall, Routed, watch
-from .anatomy.parts import Anatomy, AttentionSite, Component, ExpertSite, Site, expert_part
+from .anatomy.parts import (
+    INNERMOST,
+    UNTOLD,
+    Anatomy,
+    AttentionSite,
+    Component,
+    ExpertSite,
+    Site,
+    expert_part,
+)
 from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
 from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
@@ -107,7 +116,9 @@ class Replay:
         index, port = key
         component = self.anatomy.components[index]
         own = component.before_channels if port == "before" else component.channels
-        placed = self._by_input(_positions_first(x, component, own))
+        assert self._chunk is not None
+        x = _positions_first(x, component, own, len(self._chunk.fold))
+        placed = self._by_input(x) if component.input_axis != UNTOLD else None
         if placed is None:
             self.unplaced.add(index)
             return
@@ -319,10 +330,12 @@ def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:
 
 
 def _positions_first(
-    x: torch.Tensor, component: Component, channels: tuple[int, ...] | None
+    x: torch.Tensor, component: Component, channels: tuple[int, ...] | None, inputs: int
 ) -> torch.Tensor:
-    """Maps [B, C, h, w] (channels at `channel_axis`) as [B, h*w, C]; vectors as they are; of all
-    channels or of some."""
-    if x.ndim > 2:
-        x = x.movedim(component.channel_axis, -1).flatten(1, -2)
+    """Maps [B, C, h, w] (channels at `channel_axis`) as [B, h*w, C], streams [T, B, d] with inputs
+    first; vectors as they are; of all channels or of some."""
+    if component.input_axis == INNERMOST:
+        x = x.reshape(-1, inputs, x.shape[-1]).movedim(1, 0)
+    elif x.ndim > 2 and component.input_axis >= 0:
+        x = x.movedim((component.input_axis, component.channel_axis), (0, -1)).flatten(1, -2)
     return x if channels is None else x[..., list(channels)]

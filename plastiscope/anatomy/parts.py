@@ -22,6 +22,8 @@ CANONICAL = (
     "fc1", "activation", "fc2", "experts", "residual2", "conv", "fc", "norm", "final_norm", "head",
 )  # fmt: skip
 
+UNTOLD, INNERMOST = -1, -2
+
 
 def own_name(tensor: str) -> str:
     """The name of a component that has no canonical one: its module's path, or the tensor's.
@@ -163,7 +165,9 @@ class Component:
     "tanh", "sigmoid", ...). `channel_axis` is the axis of `features` that holds channels or width
     (1 for convolutional maps [B, C, h, w]). `channels` are those that are the component's own
     where the tensor holds others too (a fused gate and fc1), `before_channels` the same for
-    `pre_activation`; None: all. `offset_gain`: a norm's gain is 1 + its stored weight. `embeds`: a
+    `pre_activation`; None: all. `input_axis` is that of the inputs: 1 for a stream [T, B, d],
+    INNERMOST for rows [T*B, d], UNTOLD where rows can't be told apart by input.
+    `offset_gain`: a norm's gain is 1 + its stored weight. `embeds`: a
     table of positions, a CLS or register token, which goes into the embedding's output.
     """
 
@@ -180,6 +184,7 @@ class Component:
     channels: tuple[int, ...] | None = None
     before_channels: tuple[int, ...] | None = None
     embeds: bool = False
+    input_axis: int = 0
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plastiscope.anatomy.apart import joined
 from plastiscope.anatomy.attention import Attention, attentions
+from plastiscope.anatomy.batches import input_axes, placed_by_input
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
@@ -66,7 +67,7 @@ def _anatomy(record: Record) -> Anatomy:
         parts += _final_norm(scene, found, head)
     if head is not None:
         parts.append(linear_component(scene, "head", head, None))
-    others = _others(scene, parts, found)
+    parts = placed_by_input(record, [*parts, *_others(scene, parts, found)])
     cls, prefix, more = _tokens(scene, found)
     notes += more
     if not (found or notes) and (path := _multiplied(record)) is not None:
@@ -78,7 +79,7 @@ def _anatomy(record: Record) -> Anatomy:
         every = (*block.attention.notes, *block.notes)
         notes += [f"block {block.index}: {note}" for note in every]
     return Anatomy(
-        (*parts, *others), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
+        tuple(parts), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
         _unused(record), tuple(notes), {b.index: b.experts for b in found if b.experts},
     )  # fmt: skip
 
@@ -229,7 +230,9 @@ def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str
     record = scene.record
     if not found or not record.values[record.output].tensor.is_floating_point():
         return None, 0, []
-    start, end = record.values[found[0].start].tensor, found[-1].end
+    first, end = found[0].start, found[-1].end
+    axes = input_axes(record, {first, end})
+    start = record.values[first].tensor.movedim(max(0, axes.get(first, 0)), 0)
     if start.ndim != 3 or record.values[end].tensor.ndim != 3 or len(start) != len(record.inputs):
         return None, 0, []
     fixed: list[bool] = [False] * start.shape[1]
@@ -238,7 +241,7 @@ def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str
     fixed = [False] * len(fixed) if all(fixed) else fixed
     prefix = fixed.index(False)
     try:
-        used = _tokens_used(record, end)
+        used = _tokens_used(record, end, max(0, axes.get(end, 0)))
     except (RuntimeError, LookupError):
         return None, prefix, ["which tokens the head reads can't be found: no CLS token"]
     return _cls(used, prefix, [k for k, same in enumerate(fixed) if same])
@@ -259,14 +262,14 @@ def _cls(used: Tensor, prefix: int, fixed: list[int]) -> tuple[int | None, int, 
     return None, prefix, []
 
 
-def _tokens_used(record: Record, end: int) -> Tensor:
+def _tokens_used(record: Record, end: int, axis: int) -> Tensor:
     """The gradient of the output for each token of the last block's stream: [T, d]."""
     leaf = record.values[end].tensor.detach().clone().requires_grad_(True)
     with torch.enable_grad():
         output = leaf if end == record.output else record.run_again({end: leaf}, record.output)
     drawn = torch.rand(output[:1].shape, generator=torch.Generator().manual_seed(0)).to(output)
     (gradient,) = torch.autograd.grad(output[:1], leaf, drawn)
-    return gradient[0]
+    return gradient.movedim(axis, 0)[0]
 
 
 def _multiplied(record: Record) -> str | None:

@@ -226,3 +226,56 @@ def test_norms_in_the_table_are_those_of_the_file() -> None:
     for name in weights:
         norm = state.read(name).double().norm().item()
         assert square[name] ** 0.5 == pytest.approx(norm, rel=1e-6)
+
+
+class Stream(nn.Module):
+    """A CLS token and nn.TransformerEncoder, which keeps tokens first unless told otherwise."""
+
+    def __init__(self, inputs_first: bool) -> None:
+        super().__init__()
+        self.first, self.embed, self.head = inputs_first, nn.Linear(5, 16), nn.Linear(16, 3)
+        self.cls = nn.Parameter(torch.randn(1, 1, 16))
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=inputs_first, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.cat([self.cls.expand(len(x), -1, -1), self.embed(x)], 1)
+        x = self.encoder(x if self.first else x.transpose(0, 1))
+        return self.head(x[:, 0] if self.first else x[0])
+
+
+@pytest.mark.parametrize("tokens", [4, 7])
+def test_tokens_first_or_inputs_first_is_all_the_same(tokens: int) -> None:
+    """Values, standard errors, rows and CLS tokens, also with as many tokens as inputs."""
+    torch.manual_seed(0)
+    nets = [Stream(True).eval(), Stream(False).eval()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.randn(tokens + 1, tokens, 5)
+    first, second = (
+        {
+            (r.component, r.block, r.head, r.tokens, r.metric, r.parameters): r
+            for r in replayed(net, x, "effective_rank", "feature_norm", "active_fraction")
+        }
+        for net in nets
+    )
+    assert first.keys() == second.keys() and len(first) > 80
+    for key, row in first.items():
+        other = second[key]
+        assert (row.rows, row.status) == (other.rows, other.status), key
+        for a, b in ((row.value, other.value), (row.standard_error, other.standard_error)):
+            assert a == b or a == pytest.approx(b, rel=1e-3, abs=1e-6), key
+
+
+def test_rows_inside_multihead_attention_belong_to_their_inputs() -> None:
+    """It projects rows [T*B, d]: the CLS token's are every input's first, not the first input's."""
+    torch.manual_seed(0)
+    net, x = Stream(True).eval(), torch.randn(6, 4, 5)
+    rows = values(
+        [r for r in replayed(net, x, "feature_norm") if r.tokens == "cls"], "attention_output", 0
+    )
+    layer = net.encoder.layers[0]
+    stream = torch.cat([net.cls.expand(6, -1, -1), net.embed(x)], 1)
+    normed = layer.norm1(stream)
+    made = layer.self_attn(normed, normed, normed)[0][:, 0]
+    norm = made.double().norm(dim=1).mean().item()
+    assert rows["feature_norm"].value == pytest.approx(norm, rel=1e-5)
