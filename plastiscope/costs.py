@@ -152,10 +152,19 @@ class _Watcher:
 
     def after(self, module: nn.Module, _: Any, output: Any) -> None:
         seconds = time.perf_counter() - self.started
-        while not isinstance(output, Tensor):
-            output = next(iter(output.values() if isinstance(output, Mapping) else output))
-        if self.x is not None and self.key not in self.found:
-            self.found[self.key] = Call(seconds, *_products(module, self.x, output.shape))
+        shape = _shape(output)
+        if self.x is not None and shape is not None and self.key not in self.found:
+            self.found[self.key] = Call(seconds, *_products(module, self.x, shape))
+
+
+def _shape(output: Any) -> torch.Size | None:
+    """Of the first tensor in a module's output; None where there is none."""
+    if isinstance(output, Tensor):
+        return output.shape
+    if isinstance(output, Mapping):
+        output = tuple(output.values())
+    shapes = [_shape(part) for part in output] if isinstance(output, (tuple, list)) else []
+    return next((shape for shape in shapes if shape is not None), None)
 
 
 def _products(module: nn.Module, x: torch.Size, y: torch.Size) -> tuple[int, int, int]:

@@ -60,6 +60,27 @@ def test_products_are_counted_as_the_jacobians_take_them() -> None:
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
 
 
+class Deep(nn.Module):
+    """Gives its tensor deep inside."""
+
+    def forward(self, x: torch.Tensor) -> object:
+        return None, {"deep": [x @ torch.ones(8, 3)]}
+
+
+def test_a_module_without_a_tensor_is_left_out_and_a_deep_one_found() -> None:
+    nothing, deep = nn.Identity(), Deep()
+    nothing.register_forward_hook(lambda *_: "a word")
+    net = nn.ModuleList([nothing, deep])
+
+    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        net[0](batch["inputs"])
+        net[1](batch["inputs"])
+        return batch["inputs"]
+
+    found = timed_calls(net, forward, {"inputs": torch.ones(2, 8)}, {0: "0", 1: "1"})
+    assert [(c.products, c.matrices, c.side) for c in found] == [(3, 2, 3)]
+
+
 @pytest.mark.parametrize(
     ("seconds", "said"),
     [(0.2, "1 s"), (14.4, "14 s"), (89, "89 s"), (100, "2 min"), (5000, "83 min"), (20_000, "6 h")],

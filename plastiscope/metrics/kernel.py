@@ -206,8 +206,8 @@ def ntk_alignment(kernel: Kernel) -> Values | None:
 
     Formula: centred alignment of K (traced over outputs) with Y, Y_ij = [label_i = label_j].
     Read: it rises while a network learns the features of its task.
-    Misleads: aligned with this task's labels, whatever comes next. No row without one label an
-    input.
+    Misleads: aligned with this task's labels, whatever comes next. No value without one label
+    an input.
     """
     if kernel.labels is None:
         return None
