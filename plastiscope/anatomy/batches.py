@@ -5,28 +5,34 @@ Most networks keep inputs first; a stream [T, B, d] is as common in older ones.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from plastiscope.anatomy.parts import INNERMOST, UNTOLD, Component
 from plastiscope.anatomy.record import Record
 
 
-def placed_by_input(record: Record, parts: list[Component]) -> list[Component]:
+def placed_by_input(
+    record: Record, parts: list[Component], axes: Mapping[int, int]
+) -> list[Component]:
     """The components with the axis of the inputs in what is seen of each."""
-    numbers = {c.features: record.at(c.features) for c in parts if c.features is not None}
-    before = {c.pre_activation: record.at(c.pre_activation) for c in parts if c.pre_activation}
-    axes = input_axes(record, {*numbers.values(), *before.values()})
     found = []
     for c in parts:
-        axis = axes.get(numbers[c.features], 0) if c.features is not None else 0
-        alike = c.pre_activation is None or axes.get(before[c.pre_activation], 0) == axis
-        found.append(
-            replace(c, input_axis=axis, pre_activation=c.pre_activation if alike else None)
-        )
+        axis = axes.get(record.at(c.features), 0) if c.features is not None else 0
+        before = c.pre_activation
+        if before is not None and axes.get(record.at(before), 0) != axis:
+            before = None
+        found.append(replace(c, input_axis=axis, pre_activation=before))
     return found
+
+
+def seen_values(record: Record, parts: list[Component]) -> set[int]:
+    """The values at the components' sites."""
+    sites = [site for c in parts for site in (c.features, c.pre_activation) if site is not None]
+    return {record.at(site) for site in sites}
 
 
 def input_axes(record: Record, wanted: Collection[int]) -> dict[int, int]:
@@ -42,7 +48,8 @@ def input_axes(record: Record, wanted: Collection[int]) -> dict[int, int]:
         if not any(n in new for n in call.inputs):
             continue
         try:
-            made = record.outputs_with(call, new)
+            with torch.no_grad():
+                made = record.outputs_with(call, new)
         except (RuntimeError, IndexError, ValueError):
             continue  # the model would take another path
         new.update(zip(call.outputs, made, strict=False))

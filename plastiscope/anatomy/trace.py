@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plastiscope.anatomy.apart import joined
 from plastiscope.anatomy.attention import Attention, attentions
-from plastiscope.anatomy.batches import input_axes, placed_by_input
+from plastiscope.anatomy.batches import input_axes, placed_by_input, seen_values
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
@@ -67,8 +67,11 @@ def _anatomy(record: Record) -> Anatomy:
         parts += _final_norm(scene, found, head)
     if head is not None:
         parts.append(linear_component(scene, "head", head, None))
-    parts = placed_by_input(record, [*parts, *_others(scene, parts, found)])
-    cls, prefix, more = _tokens(scene, found)
+    parts += _others(scene, parts, found)
+    ends = {found[0].start, found[-1].end} if found else set()
+    axes = input_axes(record, seen_values(record, parts) | ends)
+    parts = placed_by_input(record, parts, axes)
+    cls, prefix, more = _tokens(scene, found, axes)
     notes += more
     if not (found or notes) and (path := _multiplied(record)) is not None:
         notes.append(
@@ -225,13 +228,14 @@ def _prefix(block: Block) -> str:
     return ".".join(common)
 
 
-def _tokens(scene: Scene, found: list[Block]) -> tuple[int | None, int, list[str]]:
+def _tokens(
+    scene: Scene, found: list[Block], axes: Mapping[int, int]
+) -> tuple[int | None, int, list[str]]:
     """(position of the CLS token or None, leading tokens that aren't patches, notes)."""
     record = scene.record
     if not found or not record.values[record.output].tensor.is_floating_point():
         return None, 0, []
     first, end = found[0].start, found[-1].end
-    axes = input_axes(record, {first, end})
     start = record.values[first].tensor.movedim(max(0, axes.get(first, 0)), 0)
     if start.ndim != 3 or record.values[end].tensor.ndim != 3 or len(start) != len(record.inputs):
         return None, 0, []
