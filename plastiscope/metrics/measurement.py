@@ -166,8 +166,9 @@ def _reason(value: float | None, status: str) -> str:
 def _sufficiency(value: float, maximum: float | None, size: tuple[int | None, int | None]) -> str:
     """Whether the number of rows rather than the network sets the rank, which then is a floor.
 
-    A rank of r directions seen through N rows comes out right to a few percent from N = 2 r on;
-    fewer rows than that, and fewer than columns, make any network look collapsed.
+    A rank of r equal directions seen through N rows comes out right to a few percent from N = 2 r
+    on; fewer rows than that, and fewer than columns, make any network look collapsed. A long tail
+    of small directions is cut before that, and nothing in the sample tells (docs/probe-rows.md).
     """
     rows, columns = size
     if rows is None or columns is None or maximum is None:
