@@ -8,6 +8,7 @@ from __future__ import annotations
 import pandas as pd
 from matplotlib.axes import Axes
 
+from ..errors import NotEnoughEvidenceError
 from .delta import any_subject
 from .kind import Kind
 from .panels import (
@@ -117,14 +118,23 @@ def draw_component_grid(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes
 def weight_magnitude_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
     """Weight magnitude and effective rank of the whole matrices of each block over checkpoints."""
     parts: list[pd.DataFrame] = []
+    reasons: list[str] = []
     for metric in dict.fromkeys([choice.metric or "weight_magnitude", "effective_rank"]):
-        data = pick(table, choice, metric, ("weight",))
-        data = data[data["component"].isin(choice.components or PROJECTIONS)]
-        if metric == "effective_rank" and parts and data.empty:
-            continue
-        data = demand_values(without_heads(data), f"{metric} of a weight matrix")
-        parts.append(with_breaks(grouped(data, choice), SERIES).assign(metric=metric))
+        try:
+            parts.append(_of_matrices(table, choice, metric))
+        except NotEnoughEvidenceError as error:
+            # Either panel is worth drawing alone.
+            reasons.append(str(error))
+    if not parts:
+        raise NotEnoughEvidenceError(reasons[0])
     return pd.concat(parts, ignore_index=True).assign(subject="weight")
+
+
+def _of_matrices(table: pd.DataFrame, choice: Choice, metric: str) -> pd.DataFrame:
+    data = pick(table, choice, metric, ("weight",))
+    data = data[data["component"].isin(choice.components or PROJECTIONS)]
+    data = demand_values(without_heads(data), f"{metric} of a weight matrix")
+    return with_breaks(grouped(data, choice), SERIES).assign(metric=metric)
 
 
 def draw_weight_magnitude(

@@ -397,3 +397,13 @@ def test_labels_say_the_unit(tmp_path):
     figure = figures.head_rank(tables.table(tmp_path, make, points=2), metric="attention_entropy")
     assert figure.axes[0].get_ylabel() == "attention entropy (nats)"
     assert figure.get_suptitle() == "attention entropy (nats), block 1"
+
+
+def test_weight_magnitude_is_drawn_without_a_rank_beside_it(tmp_path):
+    table = tables.table(tmp_path, points=3)
+    alone = figures.weight_magnitude(table[table["metric"] == "weight_magnitude"], block=1)
+    assert [axes.get_title() for axes in alone.axes] == ["weight magnitude"]
+    both = figures.weight_magnitude(table, block=1)
+    assert [axes.get_title() for axes in both.axes] == ["weight magnitude", "effective rank"]
+    with pytest.raises(NotEnoughEvidenceError, match="weight_magnitude"):
+        figures.weight_magnitude(table[table["metric"] == "stable_rank"], block=1)
