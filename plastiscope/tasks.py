@@ -16,7 +16,7 @@ import pandas as pd
 
 from . import store
 from .checkpoints import Checkpoint, Run
-from .metrics import Place, measure
+from .metrics import Place, absent, measure
 from .observations import TaskAccuracies
 
 NAME = "probes"
@@ -57,8 +57,11 @@ def task_rows(table: pd.DataFrame, run: Run) -> list[store.Row]:
     probes = {_number(str(p)): str(p) for p in table["probe"].dropna().unique()}
     numbers = sorted(n for n in probes if n is not None)
     after = checkpoints_after(run)
-    if len(numbers) < 2 or not after:
+    if len(numbers) < 2:
         return []
+    place = Place("network", None, "task")
+    if not after:
+        return absent("TaskAccuracies", place, "no_task_numbers")
     learned = 1 if numbers[0] == 0 and 0 not in after else 0
     values = {
         (str(c), str(p)): float(v)
@@ -79,7 +82,7 @@ def task_rows(table: pd.DataFrame, run: Run) -> list[store.Row]:
         )  # fmt: skip
     accuracies = tuple(float("nan") if r.value is None else r.value for r in rows)
     last = max((r.step for r in rows if r.step is not None), default=None)
-    mean = measure(TaskAccuracies(accuracies), Place("network", None, "task"))
+    mean = measure(TaskAccuracies(accuracies), place)
     return rows + [replace(row, step=last) for row in mean]
 
 

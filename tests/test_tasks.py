@@ -87,3 +87,16 @@ def test_one_probe_is_no_stream(run: Learned, tmp_path: Path) -> None:
         (folder / f"probe_task{task}.npz").unlink()
     plastiscope.analyze(folder, Settings(out=tmp_path / "out"))
     assert not (tmp_path / "out" / "results").exists()
+
+
+def test_checkpoints_that_name_no_task_leave_no_mean(run: Learned, tmp_path: Path) -> None:
+    folder, _ = run
+    for file in folder.glob("after_*.pt"):
+        state = torch.load(file, weights_only=True)
+        del state["task"]
+        torch.save(state, file.with_name(f"at{state['step']}.pt"))
+        file.unlink()
+    plastiscope.analyze(folder, Settings(out=tmp_path / "out"))
+    (mean,) = recorded(tmp_path / "out").to_dict("records")
+    assert mean["metric"] == "average_accuracy_across_tasks"
+    assert pd.isna(mean["value"]) and mean["status"] == "no_task_numbers"
