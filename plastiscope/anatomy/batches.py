@@ -11,8 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plastiscope.anatomy.parts import INNERMOST, UNTOLD, Component
+from plastiscope.anatomy.parts import INNERMOST, UNTOLD, AttentionSite, Component, Operand
 from plastiscope.anatomy.record import Record
+
+OPERANDS = ("q", "k", "v", "output", "scores", "probabilities")
 
 
 def placed_by_input(
@@ -27,6 +29,31 @@ def placed_by_input(
             before = None
         found.append(replace(c, input_axis=axis, pre_activation=before))
     return found
+
+
+def attention_by_input(
+    record: Record, site: AttentionSite, axes: Mapping[int, int]
+) -> AttentionSite:
+    """The attention with the axis of the inputs before its other batch axes (windows)."""
+    parts = tuple(attention_by_input(record, part, axes) for part in site.parts)
+    changed: dict[str, Operand] = {}
+    for name in OPERANDS:
+        operand: Operand | None = getattr(site, name)
+        if operand is None:
+            continue
+        axis, heads = axes.get(record.at(operand.site), 0), -2 if operand.folded else -3
+        leading = operand.axes[:heads]
+        if axis in leading[1:]:
+            others = tuple(a for a in leading if a != axis)
+            changed[name] = replace(operand, axes=(axis, *others, *operand.axes[heads:]))
+    return replace(site, parts=parts, **changed)  # type: ignore[arg-type]
+
+
+def operand_values(record: Record, sites: Collection[AttentionSite]) -> set[int]:
+    """The values at the attentions' operands."""
+    every = [part for site in sites for part in (site, *site.parts)]
+    operands = [getattr(site, name) for site in every for name in OPERANDS]
+    return {record.at(operand.site) for operand in operands if operand is not None}
 
 
 def seen_values(record: Record, parts: list[Component]) -> set[int]:

@@ -10,7 +10,13 @@ from torch import Tensor, nn
 
 from plastiscope.anatomy.apart import joined
 from plastiscope.anatomy.attention import Attention, attentions
-from plastiscope.anatomy.batches import input_axes, placed_by_input, seen_values
+from plastiscope.anatomy.batches import (
+    attention_by_input,
+    input_axes,
+    operand_values,
+    placed_by_input,
+    seen_values,
+)
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
@@ -69,7 +75,10 @@ def _anatomy(record: Record) -> Anatomy:
         parts.append(linear_component(scene, "head", head, None))
     parts += _others(scene, parts, found)
     ends = {found[0].start, found[-1].end} if found else set()
+    sites = {b.index: b.attention.site for b in found}
+    ends |= operand_values(record, sites.values())
     axes = input_axes(record, seen_values(record, parts) | ends)
+    sites = {block: attention_by_input(record, site, axes) for block, site in sites.items()}
     parts = placed_by_input(record, parts, axes)
     cls, prefix, more = _tokens(scene, found, axes)
     notes += more
@@ -82,7 +91,7 @@ def _anatomy(record: Record) -> Anatomy:
         every = (*block.attention.notes, *block.notes)
         notes += [f"block {block.index}: {note}" for note in every]
     return Anatomy(
-        tuple(parts), {b.index: b.attention.site for b in found}, cls, prefix, "trace",
+        tuple(parts), sites, cls, prefix, "trace",
         _unused(record), tuple(notes), {b.index: b.experts for b in found if b.experts},
     )  # fmt: skip
 

@@ -279,3 +279,42 @@ def test_rows_inside_multihead_attention_belong_to_their_inputs() -> None:
     made = layer.self_attn(normed, normed, normed)[0][:, 0]
     norm = made.double().norm(dim=1).mean().item()
     assert rows["feature_norm"].value == pytest.approx(norm, rel=1e-5)
+
+
+class Windowed(nn.Module):
+    """Attention in two windows of tokens, the windows' axis before or after the inputs'."""
+
+    def __init__(self, windows_first: bool) -> None:
+        super().__init__()
+        self.first = windows_first
+        self.embed, self.qkv = nn.Linear(5, 12), nn.Linear(12, 36)
+        self.out, self.head = nn.Linear(12, 12), nn.Linear(12, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        parts = self.qkv(x).reshape(len(x), 2, 3, 3, 2, 6)  # inputs, windows, tokens, qkv, heads
+        order = (3, 1, 0, 4, 2, 5) if self.first else (3, 0, 1, 4, 2, 5)
+        q, k, v = parts.permute(order)
+        mixed = (q @ k.mT / 6**0.5).softmax(-1) @ v
+        mixed = mixed.transpose(0, 1) if self.first else mixed
+        x = x + self.out(mixed.transpose(2, 3).reshape(x.shape))
+        return self.head(x.mean(1))
+
+
+def test_windows_before_the_inputs_change_nothing() -> None:
+    torch.manual_seed(0)
+    nets = [Windowed(False).eval(), Windowed(True).eval()]
+    nets[1].load_state_dict(nets[0].state_dict())
+    x = torch.randn(6, 6, 5)
+    first, second = (
+        {
+            (r.component, r.head, r.metric): (r.value, r.standard_error, r.rows)
+            for r in replayed(net, x, "attention_entropy", "effective_rank")
+            if r.component in ("q", "k", "v", "attention")
+        }
+        for net in nets
+    )
+    assert len(first) == 11
+    for key, (value, error, rows) in first.items():
+        assert second[key][::2] == (pytest.approx(value), rows), key
+        assert second[key][1] == (None if error is None else pytest.approx(error, rel=1e-4)), key
