@@ -403,7 +403,7 @@ def test_weight_magnitude_is_drawn_without_a_rank_beside_it(tmp_path):
     table = tables.table(tmp_path, points=3)
     alone = figures.weight_magnitude(table[table["metric"] == "weight_magnitude"], block=1)
     assert [axes.get_title() for axes in alone.axes] == ["weight magnitude"]
-    both = figures.weight_magnitude(table, block=1)
-    assert [axes.get_title() for axes in both.axes] == ["weight magnitude", "effective rank"]
+    both = [axes.get_title() for axes in figures.weight_magnitude(table, block=1).axes]
+    assert both == ["weight magnitude", "effective rank of weights"]
     with pytest.raises(NotEnoughEvidenceError, match="weight_magnitude"):
         figures.weight_magnitude(table[table["metric"] == "stable_rank"], block=1)
