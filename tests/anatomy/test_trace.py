@@ -11,7 +11,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
-from plastiscope.anatomy import Anatomy, AttentionCall, Component, Site, trace, watch
+from plastiscope.anatomy import Anatomy, AttentionCall, Component, trace, watch
 from plastiscope.anatomy.parts import CANONICAL
 from tests.anatomy import zoo
 from tests.anatomy.nets import (
@@ -350,54 +350,6 @@ def everything(
     return {**seen, **{("attention", k): call.probabilities for k, call in calls.items()}}
 
 
-def test_mlp_and_cnn_blocks_are_their_layers() -> None:
-    net = nn.Sequential(
-        nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
-        nn.Conv2d(4, 5, 3), nn.LeakyReLU(), nn.Flatten(), nn.Linear(20, 7), nn.Tanh(),
-        nn.Linear(7, 3),
-    )  # fmt: skip
-    anatomy = trace(net, inputs_to(net), {"inputs": torch.randn(2, 1, 8, 8)})
-    rows = [(c.name, c.block, c.path, c.function, c.channel_axis) for c in anatomy.components]
-    assert rows == [
-        ("conv", 0, "0", None, 1),
-        ("norm", 0, "1", None, 1),
-        ("activation", 0, "2", "relu", 1),
-        ("conv", 1, "4", None, 1),
-        ("activation", 1, "5", "leaky_relu", 1),
-        ("fc", 2, "7", None, -1),
-        ("activation", 2, "8", "tanh", -1),
-        ("head", None, "9", None, -1),
-    ]
-
-
-def test_resnet_activations_are_counted_once_each() -> None:
-    model = zoo.build("tv_resnet")
-    anatomy = trace(model.module, model.forward, model.batch)
-    names = [c.name for c in anatomy.components]
-    assert (names.count("conv"), names.count("norm"), names.count("activation")) == (12, 12, 9)
-    assert {c.channel_axis for c in anatomy.components if c.name == "conv"} == {1}
-    assert part(anatomy, "head", None).path == "fc"
-
-
-def test_layouts_of_convolutions() -> None:
-    """M10: [out, in/groups k]; a transposed one is stored with its inputs first."""
-    layers = {
-        (8, 12): nn.ConvTranspose2d(3, 8, 2),
-        (16, 9): nn.Conv2d(16, 16, 3, groups=16),
-        (8, 20): nn.Conv1d(4, 8, 5),
-        (8, 4): nn.Conv2d(4, 8, 1),
-    }
-    for shape, layer in layers.items():
-        net = nn.Sequential(layer, nn.ReLU(), nn.Flatten(), nn.LazyLinear(2))
-        size = (2, layer.in_channels, *[6] * (layer.weight.ndim - 2))
-        net(torch.zeros(size))
-        anatomy = trace(net, inputs_to(net), {"inputs": torch.randn(size)})
-        matrix = part(anatomy, "conv").weights[0].of(layer.weight)
-        assert tuple(matrix.shape) == shape
-    weight = layers[8, 4].weight
-    torch.testing.assert_close(matrix, weight[:, :, 0, 0])
-
-
 def test_trace_leaves_the_module_as_it_was() -> None:
     """M16: bytes, storages, flags and gradients."""
     net = FusedGPT(ExplicitAttention)
@@ -427,114 +379,6 @@ def test_zero_weights_hide_nothing() -> None:
     anatomy = trace(net, inputs_to(net), {"inputs": torch.zeros(2, 8, dtype=torch.int64)})
     assert [len(part(anatomy, x).heads) for x in "qkv"] == [3, 3, 3]
     assert part(anatomy, "activation").function == "gelu"
-
-
-def test_written_out_activation_is_one_function() -> None:
-    """x * sigmoid(x) is silu, not a sigmoid; its output is what the next layer consumes."""
-
-    class Written(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b, self.c = nn.Linear(4, 6), nn.Linear(6, 6), nn.Linear(6, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = self.a(x)
-            h = h * torch.sigmoid(h)
-            z = self.b(h)
-            return self.c(h + z * torch.sigmoid(1.702 * z))
-
-    net = Written()
-    anatomy = trace(net, inputs_to(net), {"inputs": torch.randn(2, 4)})
-    assert part(anatomy, "activation", 0).function == "silu"
-    assert part(anatomy, "activation", 0).features == Site("b", port="input")
-    assert part(anatomy, "activation", 1).function == "gelu"
-    assert part(anatomy, "activation", 1).features == Site("", op="mul", ordinal=2)
-
-
-def test_recurrent_parts_are_measured_by_weight() -> None:
-    class Recurrent(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.cell, self.head = nn.Linear(4, 6), nn.LSTM(6, 5), nn.Linear(5, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.cell(torch.relu(self.embed(x)))[0])
-
-    net = Recurrent()
-    anatomy = trace(net, inputs_to(net), {"inputs": torch.randn(3, 2, 4)})
-    names = [(c.name, c.block) for c in anatomy.components]
-    assert ("cell.weight_ih_l0", None) in names and ("cell.weight_hh_l0", None) in names
-    assert part(anatomy, "head", None).path == "head"
-    assert part(anatomy, "activation", 0).function == "relu"
-    assert anatomy.unexplained == ()
-
-
-def test_attention_sinks_leave_the_keys_probabilities() -> None:
-    """GPT-OSS: the softmax runs over one column more, which is dropped before the values."""
-    values = {**zoo.TEXT, "intermediate_size": 16, "head_dim": 8, "num_local_experts": 4}
-    model = zoo.hugging_face("GptOssForCausalLM", "GptOssConfig", "eager", **values)
-    anatomy = trace(model.module, model.forward, model.batch)
-    calls: dict[object, AttentionCall] = {}
-    with (
-        torch.no_grad(),
-        watch(model.module, {}, anatomy.attention, lambda *_: None, calls.__setitem__) as watching,
-    ):
-        model.forward(model.batch)
-        watching.check()
-    p = calls[0].probabilities
-    assert p.shape == (2, 4, 7, 7)
-    assert p.sum(-1).max() < 1 and p.triu(1).abs().sum() == 0
-    torch.testing.assert_close(p @ calls[0].v[:, [0, 0, 1, 1]], calls[0].output)
-
-
-def test_latent_attention_names_what_it_can() -> None:
-    """DeepSeek: k is written piece by piece into an empty tensor, from two weights: no heads."""
-    values = {
-        **zoo.TEXT, "num_key_value_heads": 4, "moe_intermediate_size": 16, "n_routed_experts": 4,
-        "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "kv_lora_rank": 8,
-        "q_lora_rank": 12, "qk_rope_head_dim": 4, "qk_nope_head_dim": 8, "v_head_dim": 8,
-        "first_k_dense_replace": 1,
-    }  # fmt: skip
-    model = zoo.hugging_face("DeepseekV3ForCausalLM", "DeepseekV3Config", "sdpa", **values)
-    anatomy = trace(model.module, model.forward, model.batch)
-    assert len(part(anatomy, "q").heads) == 4 and len(part(anatomy, "v").heads) == 4
-    k = part(anatomy, "k")
-    assert k.heads == () == k.weights
-    shapes = {n: p.shape[0] for n, p in model.module.named_parameters() if "layers.0" in n}
-    rows = {n: 0 for n in shapes if "kv_" in n and "norm" not in n}
-    for c in anatomy.components:
-        for m in c.weights:
-            if m.tensor in rows:
-                rows[m.tensor] += shapes[m.tensor] if m.rows is None else len(m.rows)
-    assert rows == {n: shapes[n] for n in rows}  # every row once: v's, and what is left
-    assert any("k comes from 2 weights" in note for note in anatomy.notes)
-    assert part(anatomy, "norm1").path == "model.layers.0.input_layernorm"
-    assert part(anatomy, "router", 1).path == "model.layers.1.mlp.gate"
-
-
-def test_encoder_and_decoder_keep_their_own_feed_forward_parts() -> None:
-    """T5: self and cross attention are blocks; each feed-forward part follows its own attention."""
-    transformers = pytest.importorskip("transformers")
-    config = transformers.T5Config(
-        vocab_size=60, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4
-    )
-    module = transformers.T5ForConditionalGeneration(config).eval()
-
-    def forward(batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        ids = batch["inputs"]
-        return module(input_ids=ids, decoder_input_ids=ids).logits
-
-    anatomy = trace(module, forward, zoo.tokens())
-    assert list(anatomy.attention) == [0, 1, 2, 3, 4, 5]
-    paths = {c.block: c.path for c in anatomy.components if c.name == "fc1"}
-    assert paths == {
-        0: "encoder.block.0.layer.1.DenseReluDense.wi",
-        1: "encoder.block.1.layer.1.DenseReluDense.wi",
-        3: "decoder.block.0.layer.2.DenseReluDense.wi",
-        5: "decoder.block.1.layer.2.DenseReluDense.wi",
-    }
-    causal = [anatomy.attention[k].causal for k in range(6)]
-    assert causal == [False, False, True, False, True, False]
 
 
 @pytest.mark.parametrize("name", ["bloom-eager", "encoder_post", "timm_vit"])
