@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from .symmetric import multiply
+
 WORK_BYTES = 1 << 26
 
 
@@ -50,6 +52,8 @@ Factor = Outer | Indexed | Direct
 def joined_outputs(factors: Sequence[Factor]) -> Factor:
     """One call's factors for every output, from those of each."""
     first, c = factors[0], len(factors)
+    if c == 1:
+        return first
     if isinstance(first, Outer):
         varying = torch.stack([f.varying for f in factors if isinstance(f, Outer)], 1).flatten(0, 1)
         return Outer(varying, first.shared, first.transposed)
@@ -83,6 +87,8 @@ def gram(factors: list[Factor]) -> Tensor:
 
 def sum_of(direct: list[Direct]) -> Tensor:
     """[n, size]: the sum over calls."""
+    if len(direct) == 1:
+        return direct[0].gradients
     return torch.stack([f.gradients for f in direct]).sum(0)
 
 
@@ -144,17 +150,14 @@ def _by_outputs(varying: Tensor, shared: Tensor) -> Tensor:
     n, t, p = varying.shape
     b = len(shared)
     c = n // b
-    # [b, t, c*p]: one product with all outputs of an input, as wide as can be.
-    by_place = varying.reshape(b, c, t, p).transpose(1, 2).reshape(b, t, c * p)
-    weighted = varying.new_empty(t, b, c * p)
+    by_input = varying.reshape(b, c, t, p)
+    weighted = varying.new_empty(b, c, t, p)
     total = varying.new_zeros(n, n, dtype=torch.float64)
     for i in range(b):
         # From input i on: the rest is the mirror image.
         products = shared[i] @ shared[i:].mT
-        for j in range(i, b):
-            torch.mm(products[j - i], by_place[j], out=weighted[:, j])
-        right = weighted[:, i:].reshape(t, -1, p)
-        found = (by_place[i].reshape(t, c, p) @ right.mT).double().sum(0)
+        multiply(products[:, None], by_input[i:], weighted[i:])
+        found = (by_input[i].reshape(c, -1) @ weighted[i:].reshape(-1, t * p).mT).double()
         rows, columns = slice(i * c, (i + 1) * c), slice(i * c, n)
         total[rows, columns] = found
         total[columns, rows] = found.mT

@@ -211,9 +211,9 @@ class FeatureSums:
         plain, centered = moment_spectra(moments, sums, counts, self.pivot, eps)
         second = None
         if len(self.shape) == 1:
-            cross = torch.outer(sums.sum(0), self.pivot)
-            square = int(counts.sum()) * torch.outer(self.pivot, self.pivot)
-            second = moments.sum(0) + cross + cross.mT + square
+            total, pivot = sums.sum(0), self.pivot
+            second = moments.sum(0).addr_(total, pivot).addr_(pivot, total)
+            second.addr_(pivot, pivot, alpha=int(counts.sum()))
         return plain, centered, second
 
 
@@ -224,11 +224,12 @@ def _second(rows: Tensor) -> Tensor | None:
 
 
 def _duplicates(second: Tensor | None) -> float | None:
-    """Share of the coordinates whose cosine with another one is above 0.95; zeros have none."""
+    """Share of the coordinates whose cosine with another one is above 0.95; zeros have none. Their
+    products [d, d] are overwritten."""
     if second is None or len(second) < 2 or len(second) > UNITS_LIMIT:
         return None
-    norm = second.diagonal().clamp(min=0).sqrt()
-    cosine = second / (norm[:, None] * norm[None, :]).clamp(min=1e-300)
+    norm = second.diagonal().clamp(min=0).sqrt().clamp(min=1e-150)
+    cosine = second.div_(norm[:, None]).div_(norm[None, :])
     cosine.fill_diagonal_(0.0)
     return float((cosine > DUPLICATE_COSINE).any(1).double().mean())
 

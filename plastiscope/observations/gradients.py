@@ -22,7 +22,16 @@ from torch import Tensor, autograd, nn
 
 from ..errors import UsageError
 from .derivatives import Make, Names, by_input
-from .factors import Direct, Factor, Outer, gram, joined_outputs
+from .factors import (
+    WORK_BYTES,
+    Direct,
+    Factor,
+    Outer,
+    direct_gram,
+    gram,
+    joined_outputs,
+    sum_of,
+)
 from .layers import standing_in
 from .plans import Plan
 from .single_inputs import (
@@ -53,6 +62,8 @@ class _Reducer:
     counts: Counter[Names] = field(default_factory=Counter)
     expected: Counter[str] = field(default_factory=Counter)
     waiting: dict[str, list[Factor]] = field(default_factory=dict)
+    small: dict[Hashable, list[Tensor]] = field(default_factory=dict)
+    bytes: Counter[Hashable] = field(default_factory=Counter)
     recording: bool = True
 
     def call(self, names: Names, x: Tensor) -> int | None:
@@ -78,7 +89,25 @@ class _Reducer:
         if len(self.waiting[name]) == calls * self.passes:
             found = self.waiting.pop(name)
             # Backward comes to the calls in the same order in every pass.
-            self.add(name, gram([joined_outputs(found[i::calls]) for i in range(calls)]))
+            self.add_factors(name, [joined_outputs(found[i::calls]) for i in range(calls)])
+
+    def add_factors(self, name: str, factors: list[Factor]) -> None:
+        direct = [f for f in factors if isinstance(f, Direct)]
+        if len(direct) < len(factors):
+            self.add(name, gram(factors))
+            return
+        # The many small ones (biases, gains) wait for each other: one product serves them all.
+        group = self.groups.get(name, "network")
+        self.small.setdefault(group, []).append(sum_of(direct))
+        self.bytes[group] += self.small[group][-1].nbytes
+        if self.bytes[group] > WORK_BYTES:
+            self.flush(group)
+
+    def flush(self, group: Hashable) -> None:
+        """Reduce the group's gradients that were waiting."""
+        part = direct_gram(torch.cat(self.small.pop(group), 1))
+        del self.bytes[group]
+        self.grams[group] = self.grams[group] + part if group in self.grams else part
 
     def add(self, name: str, part: Tensor) -> None:
         group = self.groups.get(name, "network")
@@ -132,7 +161,9 @@ def gradient_grams(
     for name, parts in zip(leaves, zip(*found, strict=True), strict=False):
         known = [Direct(g.flatten(1)) for g in parts if g is not None]
         if known:
-            reducer.add(name, gram([joined_outputs(known)]))
+            reducer.add_factors(name, [joined_outputs(known)])
+    for group in list(reducer.small):
+        reducer.flush(group)
     _add_looped(reducer, forward, batch, scalars, parameters, memory_limit)
     return {group: (part + part.mT) / 2 for group, part in reducer.grams.items()}
 

@@ -67,6 +67,19 @@ def test_recomputed_blocks_change_nothing(kind):
     assert "forward" not in vars(module)
 
 
+@pytest.mark.parametrize("kind", ["timm vit", "gpt2"])
+def test_outputs_at_once_equal_a_copy_of_each_input_for_each(kind):
+    """R15: under a small limit the backward passes' gradients aren't held until the last one."""
+    module, forward, batch = network(kind)
+    plan = plan_ntk(module, forward, batch)
+    held = plan.bytes_per_input * len(batch["inputs"])
+    options = {"function": "logits", "plan": plan}
+    free = observe_ntk(module, forward, batch, **options)["network"]
+    tight = observe_ntk(module, forward, batch, memory_limit=2 * held, **options)["network"]
+    assert free.outputs > 1
+    np.testing.assert_allclose(tight.gram, free.gram, rtol=1e-9, atol=1e-12 * free.gram.max())
+
+
 @pytest.mark.parametrize("work", [1 << 8, 1 << 12])
 def test_chunks_change_nothing(work, monkeypatch):
     """R15."""
