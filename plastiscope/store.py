@@ -191,7 +191,9 @@ def results_file(out: Path, run: str) -> Path:
 
 
 def read(
-    outs: Path | Iterable[Path], columns: Sequence[str] | None = None, results: bool = False
+    outs: str | Path | Iterable[str | Path],
+    columns: Sequence[str] | None = None,
+    results: bool = False,
 ) -> pd.DataFrame:
     """All rows of one or several OUT directories, in (run, step) order.
 
@@ -213,11 +215,14 @@ def read_file(file: Path, columns: Sequence[str]) -> pd.DataFrame:
 
 
 def read_arrow(
-    outs: Path | Iterable[Path], columns: Sequence[str] | None = None, results: bool = False
+    outs: str | Path | Iterable[str | Path],
+    columns: Sequence[str] | None = None,
+    results: bool = False,
 ) -> pa.Table:
     """The rows as `read` gives them, as an Arrow table in file order with plain string columns:
     without pandas, whose import costs half a second. Raises what `read` raises."""
-    folders = [outs] if isinstance(outs, Path) else list(dict.fromkeys(outs))
+    several = [outs] if isinstance(outs, (str, Path)) else outs
+    folders = list(dict.fromkeys(map(Path, several)))
     tables = [_read_out(out, columns, results) for out in folders]
     if len(tables) > 1 and (columns is None or "run" in columns):
         names = [set(pc.unique(table["run"]).to_pylist()) for table in tables]

@@ -43,6 +43,7 @@ def test_an_all_null_file_keeps_the_schema(tmp_path: Path) -> None:
     null = Row("effective_rank", "feature", None, "norm1", 0, tokens="cls", status="no_cls_token")
     put(tmp_path, [null], checkpoint="b.pt", step=1)
     table = store.read(tmp_path)
+    pd.testing.assert_frame_equal(store.read(str(tmp_path)), table)
     assert table["value"].dtype == "float64"
     assert list(table["value"].isna()) == [False, True]
     folder = pq.ParquetDataset(tmp_path / "metrics").read()
