@@ -43,7 +43,7 @@ def change(movement: Movement, sign: Sign) -> str:
     """From first to last: points of a share, a factor, or percent; empty where none is defined."""
     if not sign.relative:
         return f"{100 * (movement.last - movement.first):+.0f} pts"
-    if movement.first <= 0 or movement.last <= 0:
+    if movement.first <= 0 or movement.last < 0:
         return ""
     ratio = movement.last / movement.first
     return f"x{ratio:.2g}" if ratio >= 2 else f"{100 * (ratio - 1):+.0f} %"

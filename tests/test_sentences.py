@@ -39,6 +39,11 @@ def test_units_are_counted_in_points() -> None:
     )  # fmt: skip
 
 
+def test_a_rank_that_is_gone_fell_by_all_of_it() -> None:
+    gone = Movement("activation", 2, None, 17.6, 0.0, 0.14, -0.8, np.inf)
+    assert (change(gone, RANK), error(gone, RANK)) == ("-100 %", "0.8")
+
+
 def test_too_few_series_are_no_sign() -> None:
     said = sentence(RANK, moved(40, 10), *[moved(40, 40)] * 9)
     assert said.startswith("Features lose rank: 1 of 10 components, under the 25 % that make a ")
