@@ -46,7 +46,9 @@ class Scene:
 
 def blocks(scene: Scene) -> list[Block]:
     """One block an attention, in order."""
-    found = [_block(scene, k) for k in range(len(scene.attention))]
+    found: list[Block] = []
+    for k in range(len(scene.attention)):
+        found.append(_block(scene, k, {b.residual2.call.index for b in found if b.residual2}))
     _leave_final_norm(scene, found)
     return found
 
@@ -60,7 +62,8 @@ def _leave_final_norm(scene: Scene, found: list[Block]) -> None:
         last.norm2 = None
 
 
-def _block(scene: Scene, index: int) -> Block:
+def _block(scene: Scene, index: int, taken: set[int]) -> Block:
+    """The block of one attention; `taken` are the sums of earlier blocks' feed-forward parts."""
     record, attention = scene.record, scene.attention[index]
     mixed = attention.parts["output"].value
     first = _around_attention(scene, attention)
@@ -77,7 +80,7 @@ def _block(scene: Scene, index: int) -> Block:
     else:
         block.residual1 = first
         anchor = first.output if first else out
-        _find_feed_forward(scene, block, anchor)
+        _find_feed_forward(scene, block, anchor, taken)
     if block.residual2 is not None:
         block.mixture = mixture(record, block.linear, block.residual2.branch)
     if block.mixture is not None:
@@ -131,7 +134,7 @@ def _serves(record: Record, product: Product, attention: Attention) -> bool:
     return product is attention.output or record.precedes(product.output, attention.output.output)
 
 
-def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
+def _find_feed_forward(scene: Scene, block: Block, anchor: int, taken: set[int]) -> None:
     record = scene.record
     later = [
         a
@@ -148,7 +151,8 @@ def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
         and _is_feed_forward(record, r, later)
     ]
     if not fitting or not _with_attention(scene, block, fitting[0]):
-        fitting = _inside_before(scene, block) or fitting
+        before = [r for r in _inside_before(scene, block) if r.call.index not in taken]
+        fitting = before or fitting
     if fitting:
         block.residual2, block.linear = fitting[0], fitting[0].linear
         return
@@ -161,7 +165,8 @@ def _find_feed_forward(scene: Scene, block: Block, anchor: int) -> None:
             and p is not scene.head
             and reaches(record, p.output, record.output)
         ]
-        block.linear = tuple(region) if 2 <= len(region) <= 3 else ()
+        found = feed_forward(record, tuple(region)) if 2 <= len(region) <= 3 else None
+        block.linear = tuple(region) if found is not None and found.activation else ()
 
 
 def _is_feed_forward(record: Record, residual: Residual, others: list[Attention]) -> bool:
