@@ -103,7 +103,8 @@ class Diagnosis:
     """The findings for one run, over the checkpoints `first` to `last`.
 
     `unmeasured` counts the rows without a value by their reason; `coverage` is the share of the
-    parameters and of the components that were measured.
+    parameters and of the components that were measured; `floors` of the feature ranks, the share
+    that has too few rows of the probe to be more than a floor.
     """
 
     run: str
@@ -114,6 +115,7 @@ class Diagnosis:
     verdict: str
     unmeasured: tuple[tuple[str, int], ...]
     coverage: tuple[tuple[str, float], ...] = ()
+    floors: float = 0.0
 
     @property
     def present(self) -> tuple[Finding, ...]:
@@ -153,6 +155,7 @@ def _diagnose(run: str, frame: pd.DataFrame) -> Diagnosis:
         _not_finite(joined) or _verdict(findings, len(steps)),
         tuple((str(reason), int(count)) for reason, count in reasons.items()),
         _coverage(frame),
+        _floors(joined),
     )
 
 
@@ -161,6 +164,12 @@ def _coverage(frame: pd.DataFrame) -> tuple[tuple[str, float], ...]:
     rows = frame[frame["metric"] == "coverage"]
     least = rows.groupby("parameters", observed=True)["value"].min()
     return tuple((str(of).removeprefix("of="), float(v)) for of, v in least.items())
+
+
+def _floors(frame: pd.DataFrame) -> float:
+    ranks = frame[(frame["metric"] == "effective_rank") & (frame["subject"] == "feature")]
+    known = ranks[ranks["value"].notna()]
+    return float((known["status"] == "insufficient_rows").mean()) if len(known) else 0.0
 
 
 def _not_finite(frame: pd.DataFrame) -> str | None:

@@ -90,6 +90,14 @@ def coverage(diagnosis: Diagnosis) -> str:
     return f"measured only {' and '.join(part)}" if part else ""
 
 
+def floors(diagnosis: Diagnosis) -> str:
+    """How many of the ranks the probe is too small for; empty for none."""
+    if not diagnosis.floors:
+        return ""
+    share = f"{100 * diagnosis.floors:.0f}" if diagnosis.floors >= 0.01 else "under 1"
+    return f"{share} % of the ranks are floors (insufficient_rows)"
+
+
 def rule() -> str:
     """How a verdict is made, with the thresholds in force."""
     least = {sign.kind: sign.least for sign in SIGNS}

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .diagnosis import Diagnosis, Finding, diagnose
-from .sentences import change, coverage, error, number
+from .sentences import change, coverage, error, floors, number
 
 if TYPE_CHECKING:
     from .analysis import Analysis
@@ -135,6 +135,8 @@ def print_diagnosis(console: Console, diagnosis: Diagnosis) -> None:
         console.print(table)
     if part := coverage(diagnosis):
         console.print(f"{part}: see `plastiscope inspect`")
+    if few := floors(diagnosis):
+        console.print(f"{few}: a larger probe tells", style="dim")
     left_out = [f"{reason} {count}" for reason, count in diagnosis.unmeasured]
     if left_out:
         console.print(f"no value: {', '.join(left_out)} rows", style="dim")

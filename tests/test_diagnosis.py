@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pandas as pd
@@ -162,3 +163,8 @@ def test_the_least_coverage_is_told(tmp_path: Path) -> None:
 def test_a_null_is_counted_with_its_reason(tmp_path: Path) -> None:
     null = [Row("effective_rank", "weight", None, "fc2", 0, status="non_finite")] * 6
     assert only(table(tmp_path, rank(STEADY), null)).unmeasured == (("non_finite", 6),)
+
+
+def test_ranks_that_are_floors_are_counted(tmp_path: Path) -> None:
+    few = [replace(row, status="insufficient_rows") for row in rank(STEADY, block=1)]
+    assert only(table(tmp_path, rank(STEADY), few, weights(STEADY))).floors == 0.5

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from plastiscope.diagnosis import SIGNS, Diagnosis, Finding, Movement, Sign, shortfall
-from plastiscope.sentences import REASONS, change, coverage, error, evidence, number, rule
+from plastiscope.sentences import REASONS, change, coverage, error, evidence, floors, number, rule
 
 RANK, UNITS = SIGNS[0], SIGNS[3]
 
@@ -84,3 +86,14 @@ def test_every_status_without_a_value_has_its_reason() -> None:
     from plastiscope.metrics.measurement import NO_VALUE
 
     assert set(REASONS) >= NO_VALUE
+
+
+def test_ranks_that_are_floors_are_counted() -> None:
+    shares = [
+        floors(replace(Diagnosis("r", 5, 0, 9, (), "", ()), floors=f)) for f in (0, 0.004, 0.3)
+    ]
+    assert shares == [
+        "",
+        "under 1 % of the ranks are floors (insufficient_rows)",
+        "30 % of the ranks are floors (insufficient_rows)",
+    ]

@@ -27,6 +27,10 @@ NO_VALUE = frozenset(
 """Statuses that never come with a value."""
 
 
+LACKING = 0.1
+"""Share of a rank that may be missing for want of rows before the row says so."""
+
+
 @dataclass(frozen=True)
 class Place:
     """Where in the network an observation was made; `heads` how many heads it has, else None."""
@@ -122,6 +126,18 @@ def jackknife(replicates: Floats) -> Floats:
     return np.where(k >= 2, np.sqrt((k - 1) / np.maximum(k, 1) * squares), np.nan)
 
 
+def jackknife_bias(values: Floats) -> Floats:
+    """How much a value [...] lacks of what endless rows would give, from itself and its
+    leave-one-fold-out values [1 + K, ...], after Quenouille; NaN for fewer than two folds."""
+    known = np.isfinite(values[1:])
+    k = known.sum(0)
+    mean = np.where(known, values[1:], 0.0).sum(0) / np.maximum(k, 1)
+    enough = (k >= 2) & np.isfinite(values[0])
+    return np.where(
+        enough, np.maximum(k - 1, 0) * (np.where(enough, values[0], 0.0) - mean), np.nan
+    )
+
+
 def rows_of(
     metric: Metric,
     found: Values,
@@ -135,7 +151,12 @@ def rows_of(
     values = np.asarray(found.values, dtype=np.float64)
     error = np.asarray(np.nan if found.standard_error is None else found.standard_error)
     maximum = np.asarray(np.nan if found.maximum is None else found.maximum, dtype=np.float64)
+    lacking = np.asarray(np.nan)
     if replicated and values.ndim:
+        lacking = jackknife_bias(values)
+        if metric.unit == "singular values":
+            # A count goes by whole steps: less than one for a fold isn't growth.
+            lacking = np.where(lacking >= len(values) - 2, lacking, 0.0)
         values, error = values[0], jackknife(values[1:])
     if replicated and maximum.ndim:
         maximum = maximum[0]
@@ -147,7 +168,7 @@ def rows_of(
         value, most = _at(values, head), _at(maximum, head)
         reason = _reason(value, str(status[head] if status.ndim else status))
         if metric.rank and sample and reason == "ok" and value is not None:
-            reason = _sufficiency(value, most, size)
+            reason = _sufficiency(value, most, _at(lacking, head), size)
         value = None if reason in NO_VALUE else value
         error_here = _at(error, head) if value is not None else None
         rows.append(_row(metric, found, place, size, head, value, most, error_here, reason))
@@ -163,17 +184,22 @@ def _reason(value: float | None, status: str) -> str:
     return "undefined" if value is None and status == "ok" else status
 
 
-def _sufficiency(value: float, maximum: float | None, size: tuple[int | None, int | None]) -> str:
+def _sufficiency(
+    value: float, maximum: float | None, lacking: float | None, size: tuple[int | None, int | None]
+) -> str:
     """Whether the number of rows rather than the network sets the rank, which then is a floor.
 
-    A rank of r equal directions seen through N rows comes out right to a few percent from N = 2 r
-    on; fewer rows than that, and fewer than columns, make any network look collapsed. A long tail
-    of small directions is cut before that, and nothing in the sample tells (docs/probe-rows.md).
+    Two things tell. The rank is near what so few rows can have: r equal directions come out right
+    to a few percent from N = 2 r rows on. Or it still grows with the rows: what it loses without
+    one fold of them says how much is missing, also of a long tail of small directions
+    (docs/probe-rows.md).
     """
     rows, columns = size
     if rows is None or columns is None or maximum is None:
         return "ok"
-    return "insufficient_rows" if rows < columns and value > maximum / 2 else "ok"
+    capped = rows < columns and value > maximum / 2
+    growing = lacking is not None and lacking > LACKING * value
+    return "insufficient_rows" if capped or growing else "ok"
 
 
 def _row(

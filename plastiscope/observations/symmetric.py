@@ -40,7 +40,8 @@ def gram_of_columns(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu":
         return rows.mT @ rows
     own = rows.detach().numpy()
-    with _one_blas_thread():
+    # NaN and infinity go on into the result, whose status names them.
+    with _one_blas_thread(), np.errstate(invalid="ignore"):
         return torch.from_numpy(np.matmul(np.swapaxes(own, -1, -2), own))
 
 
@@ -50,7 +51,7 @@ def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
     if out.device.type != "cpu":
         torch.matmul(left, right, out=out)
         return
-    with _one_blas_thread():
+    with _one_blas_thread(), np.errstate(invalid="ignore"):
         np.matmul(left.detach().numpy(), right.detach().numpy(), out=out.numpy())
 
 

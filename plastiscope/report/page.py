@@ -15,7 +15,7 @@ from ..diagnosis import Diagnosis, Finding, Movement, diagnose
 from ..errors import NotEnoughEvidenceError
 from ..metrics import METRICS
 from ..metrics.definition import explanation
-from ..sentences import REASONS, change, coverage, error, evidence, number, rule
+from ..sentences import REASONS, change, coverage, error, evidence, floors, number, rule
 from ..store import replacing
 from .payload import payload
 
@@ -122,7 +122,7 @@ def _verdicts(found: Sequence[Diagnosis], undated: Sequence[str]) -> str:
         kind = next((kind for start, kind in KINDS if one.verdict.startswith(start)), "unsure")
         count = f"{one.checkpoints} checkpoint{'s' * (one.checkpoints != 1)}"
         span = f"{count}, step {one.first} to {one.last}" + (
-            f"; {c}" if (c := coverage(one)) else ""
+            "".join(f"; {said}" for said in (coverage(one), floors(one)) if said)
         )
         said = _list(_kept(evidence(one)), "evidence")
         runs.append(

@@ -6,6 +6,7 @@ import torch
 from torch.testing import assert_close
 
 from plastiscope.metrics import Place, absent, measure
+from plastiscope.metrics.measurement import jackknife_bias
 from plastiscope.observations import FeatureSums, features
 
 PLACE = Place("fc2", 0, "feature")
@@ -120,6 +121,30 @@ def test_too_few_rows_say_so_rather_than_look_collapsed():
     assert many["effective_rank", ""].status == "ok"
     one = rows(summed(x[:1], folds=2))["participation_ratio", ""]
     assert one.value is None and one.status == "insufficient_rows"
+
+
+def long_tail(n: int) -> torch.Tensor:
+    """Rows [n, 128] whose directions fall off slowly: what few rows cut without a trace."""
+    x = torch.randn(n, 128, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    return x / torch.arange(1, 129, dtype=torch.float64)
+
+
+def test_a_long_tail_that_few_rows_cut_says_so():
+    endless = rows(summed(long_tail(20000)))["effective_rank", ""]
+    few = rows(summed(long_tail(64)))["effective_rank", ""]
+    enough = rows(summed(long_tail(2048)))["effective_rank", ""]
+    assert few.value < few.maximum / 2 and few.value < 0.75 * endless.value
+    assert few.status == "insufficient_rows"
+    assert enough.status == endless.status == "ok"
+    assert enough.value == pytest.approx(endless.value, rel=0.05)
+
+
+def test_the_jackknife_bias_of_a_variance_is_what_it_lacks():
+    """The mean square about the sample's mean lacks 1/n of the variance, exactly."""
+    x = np.random.default_rng(9).normal(size=40)
+    values = np.array([x.var(), *(np.delete(x, i).var() for i in range(40))])
+    assert jackknife_bias(values) == pytest.approx(x.var(ddof=1) - x.var(), rel=1e-9)
+    assert np.isnan(jackknife_bias(values[:2]))
 
 
 def test_unresolved_condition_number_is_no_number():
