@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .definition import Values, metric
+from .definition import Floats, Values, metric
 
 if TYPE_CHECKING:
     from ..observations import ChangeBound, RateOfChange
@@ -16,12 +16,30 @@ def _mean(rates: RateOfChange) -> Values:
     known = np.isfinite(rates.ratios)
     if not known.any():
         return Values(float("nan"))
-    by_input = np.array(
-        [row[k].mean() for row, k in zip(rates.ratios, known, strict=True) if k.any()]
-    )
-    n = len(by_input)
-    error = float(by_input.std(ddof=1) / np.sqrt(n)) if n > 1 else None
-    return Values(float(rates.ratios[known].mean()), standard_error=error)
+    return Values(float(rates.ratios[known].mean()), standard_error=_error(rates))
+
+
+def _error(rates: RateOfChange) -> float | None:
+    """Jackknife over inputs: without one input, all pairs that it is in are left out.
+
+    Pairs that share an input move together: as if independent, they'd give about half of this.
+    """
+    known = np.isfinite(rates.ratios)
+    ratios, pairs = np.where(known, rates.ratios, 0.0), _by_input(known, rates.shifts)
+    rest, used = known.sum() - pairs, pairs > 0
+    if (rest[used] <= 0).any():
+        return None
+    means = (ratios.sum() - _by_input(ratios, rates.shifts))[used] / rest[used]
+    n = len(means)
+    return float(np.sqrt((n - 1) / n * np.square(means - means.mean()).sum())) if n > 1 else None
+
+
+def _by_input(terms: Floats, shifts: tuple[int, ...]) -> Floats:
+    """Sum [B] of the terms [B, S] of all pairs that an input is in, as either of the two."""
+    total: Floats = terms.sum(1)
+    for column, shift in enumerate(shifts):
+        total = total + np.roll(terms[:, column], -shift)
+    return total
 
 
 @metric(

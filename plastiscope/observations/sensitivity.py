@@ -23,6 +23,8 @@ PAIRINGS = 4
 class RateOfChange:
     """Ratios ‖f(x) - f(y)‖_F / ‖x - y‖_F [B, S], NaN for a pair of equal inputs.
 
+    With `shifts` [S], column s pairs input i with input i - shifts[s] of the same batch: each input
+    is in several pairs. Without, y is of another data set and each pair has its own inputs.
     `protocol` is "own" (the component's propagated inputs) or "embedding" (every component is fed
     the embedding's output).
     """
@@ -31,6 +33,7 @@ class RateOfChange:
     protocol: str
     rows: int
     columns: int
+    shifts: tuple[int, ...] = ()
     replicated: ClassVar[bool] = False
 
     @property
@@ -129,10 +132,10 @@ def _fed(call: Capture, x: Tensor) -> Tensor:
 
 
 def _paired(x: Tensor, fx: Tensor, protocol: str) -> RateOfChange:
-    shifts = range(1, min(PAIRINGS, len(x) - 1) + 1)
+    shifts = tuple(range(1, min(PAIRINGS, len(x) - 1) + 1))
     ratios = [_ratios(x, x.roll(s, 0), fx, fx.roll(s, 0)) for s in shifts]
     stacked = np.stack(ratios, 1) if ratios else np.full((len(x), 1), np.nan)
-    return RateOfChange(stacked, protocol, int(np.isfinite(stacked).sum()), x[0].numel())
+    return RateOfChange(stacked, protocol, int(np.isfinite(stacked).sum()), x[0].numel(), shifts)
 
 
 def _across(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor, protocol: str) -> RateOfChange:

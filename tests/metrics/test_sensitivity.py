@@ -66,12 +66,41 @@ def test_own_inputs_and_embedding_inputs_are_two_metrics():
 
 
 def test_two_data_sets_are_paired_by_index():
-    layer = nn.Linear(4, 3).double()
+    layer = nn.Linear(4, 3).double().requires_grad_(False)
     a, b = ({"inputs": torch.randn(5, 4, dtype=torch.float64)} for _ in range(2))
     found = observe_rate_of_change(layer, lambda x: layer(x["inputs"]), a, {0: ""}, b)[0]
     d = a["inputs"] - b["inputs"]
     expected = ((d @ layer.weight.T).norm(dim=1) / d.norm(dim=1)).mean()
-    assert one(found, "rate_of_change").value == pytest.approx(float(expected), rel=1e-12)
+    row = one(found, "rate_of_change")
+    assert row.value == pytest.approx(float(expected), rel=1e-12)
+    apart = (d @ layer.weight.T).norm(dim=1) / d.norm(dim=1)
+    assert row.standard_error == pytest.approx(float(apart.std() / 5**0.5), rel=1e-9)
+
+
+@pytest.mark.parametrize("inputs", [8, 24])
+def test_the_standard_error_is_the_spread_over_fresh_probes(inputs):
+    """Inputs of different lengths, so that pairs which share one move together."""
+    torch.manual_seed(0)
+    layer = nn.LayerNorm(6)
+    found = []
+    for _ in range(250):
+        x = torch.randn(inputs, 6) * (0.5 + torch.rand(inputs, 1))
+        rates = observe_rate_of_change(layer, lambda b: layer(b["inputs"]), {"inputs": x}, {0: ""})
+        found.append(one(rates[0], "rate_of_change"))
+    spread = np.std([row.value for row in found])
+    assert 1 / 1.3 < np.mean([row.standard_error for row in found]) / spread < 1.3
+
+
+def test_the_standard_error_leaves_out_every_pair_of_an_input():
+    x = torch.randn(7, 6)
+    x[3] = x[2]  # a pair without a rate
+    layer = nn.LayerNorm(6)
+    rates = observe_rate_of_change(layer, lambda b: layer(b["inputs"]), {"inputs": x}, {0: ""})[0]
+    pairs = [(i, (i - s) % 7, rates.ratios[i, s - 1]) for i in range(7) for s in range(1, 5)]
+    pairs = [pair for pair in pairs if np.isfinite(pair[2])]
+    means = [np.mean([r for i, j, r in pairs if out not in (i, j)]) for out in range(7)]
+    error = np.sqrt(6 * np.var(means))
+    assert one(rates, "rate_of_change").standard_error == pytest.approx(error, rel=1e-9)
 
 
 def test_equal_inputs_give_no_rate():
