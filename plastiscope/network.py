@@ -17,6 +17,7 @@ from .checkpoints import State
 from .config import Settings
 from .errors import UsageError, unknown
 from .models.live import Batch, Live
+from .models.outputs import unmasked
 from .models.zoo import OWN
 from .replay import PROJECTIONS
 from .weigh import Read, cover
@@ -165,6 +166,8 @@ def open_network(
     tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
     for each in probes:
         _try(live, each, device)
+    said = {unmasked(live.module, each.batch.get("mask")) for each in probes}
+    live = replace(live, assumptions=(*live.assumptions, *(line for line in said if line)))
     anatomy = trace(live.module, live.forward, tiny)
     weights = [n for n, _ in live.module.named_parameters()]
     lines = [f"model: {live.source}", *live.assumptions]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from plastiscope.models.live import Batch, ModelError
 
 ANSWERS = ("logits", "prediction_logits", "last_hidden_state", "pooler_output", "out")
+COUNTS = "attention_mask"
+IGNORES = ("src_key_padding_mask", "key_padding_mask")
 
 
 def answer(output: Any) -> Tensor:
@@ -34,12 +37,38 @@ def answer(output: Any) -> Tensor:
 
 
 def positional(module: nn.Module) -> Callable[[Batch], Tensor]:
-    """A forward that calls the module with the inputs alone, in the precision of its weights."""
+    """A forward that calls the module with the inputs, in the precision of its weights, and with
+    the probe's mask where the module's forward names one whose meaning is known."""
+    taken = takes_mask(module)
 
     def forward(batch: Batch) -> Tensor:
-        return answer(module(cast(module, batch["inputs"])))
+        named = {}
+        if taken is not None and "mask" in batch:
+            # PyTorch's layers are told what to ignore, the others what counts.
+            named[taken] = batch["mask"] if taken == COUNTS else batch["mask"] == 0
+        return answer(module(cast(module, batch["inputs"]), **named))
 
     return forward
+
+
+def takes_mask(module: nn.Module) -> str | None:
+    """The name of the forward's argument for a mask [B, T]: "attention_mask" (1 = counts), or one
+    of PyTorch's (True = ignored). A plain "mask" may mean either, and isn't taken."""
+    try:
+        named = inspect.signature(module.forward).parameters
+    except (TypeError, ValueError):
+        return None  # Compiled code has no signature.
+    return next((name for name in (COUNTS, *IGNORES) if name in named), None)
+
+
+def unmasked(module: nn.Module, mask: Tensor | None) -> str | None:
+    """A line for the user where a probe has padding that the model isn't told of."""
+    if mask is None or bool(mask.all()) or takes_mask(module) is not None:
+        return None
+    return (
+        "the model's forward takes no attention_mask: padding takes part in its attention, and is "
+        "left out of the rows only"
+    )
 
 
 def cast(module: nn.Module, inputs: Tensor) -> Tensor:
