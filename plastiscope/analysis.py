@@ -16,6 +16,7 @@ from .config import Settings
 from .derivatives import FAMILIES, family
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
 from .network import usable_device
+from .probe.find import beside
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
 from .session import ON_REQUEST, Session
@@ -188,7 +189,8 @@ def _analyze_run(
         *(f"break at {b.checkpoint}: {b.reason}" for b in run.breaks),
     ):
         reporter.say(f"{run.name}: {line}")
-    for skipped in run.skipped:
+    probes = {file.name for file in beside(run.path)} if settings.probe is None else set()
+    for skipped in [s for s in run.skipped if s.name not in probes]:
         reporter.say(f"{run.name}: skipped {skipped.name}: {skipped.reason}")
     reporter.start(run.name, len(run.checkpoints))
     for position, checkpoint in enumerate(run.checkpoints):

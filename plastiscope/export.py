@@ -1,7 +1,8 @@
 """The tables in the files of experiment trackers, written by the trackers' own writers.
 
-A series is one tag, "metric (parameters)/component/block 3/head 1/tokens/subject"; its values keep
-their steps. Rows without a value or a step are left out: trackers know no reasons.
+A series is one tag, "metric (parameters)/component/block 3/head 1/tokens/subject", and the probe's
+name where a run has several; its values keep their steps. Rows without a value or a step are left
+out: trackers know no reasons.
 """
 
 from __future__ import annotations
@@ -112,7 +113,9 @@ def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
 
 def _steps(frame: pd.DataFrame) -> Iterator[tuple[int, list[tuple[str, float]]]]:
     """Each step with its tags and values, steps ascending."""
-    tags = frame[list(COLUMNS)].astype(object).apply(_tag, axis=1)
+    several = frame["probe"].nunique() > 1
+    columns = [*COLUMNS, "probe"] if several else list(COLUMNS)
+    tags = frame[columns].astype(object).apply(_tag, axis=1)
     named = frame.assign(tag=tags).sort_values("step", kind="stable")
     for step, rows in named.groupby("step", sort=True):
         yield (
@@ -125,9 +128,9 @@ def _tag(row: Any) -> str:
     parts = [f"{row['metric']} ({row['parameters']})" if row["parameters"] else row["metric"]]
     for column, form in (
         ("component", "{}"), ("block", "block {}"), ("head", "head {}"), ("tokens", "{}"),
-        ("subject", "{}"), ("index", "{}"),
+        ("subject", "{}"), ("index", "{}"), ("probe", "{}"),
     ):  # fmt: skip
-        if not pd.isna(row[column]):
+        if column in row and not pd.isna(row[column]):
             parts.append(form.format(row[column]))
     return "/".join(str(p) for p in parts)
 

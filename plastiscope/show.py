@@ -18,6 +18,8 @@ COLUMNS = (
     "value", "standard_error", "maximum", "rows", "status",
 )  # fmt: skip
 _PLACE = ["run", "step", "block", "component", "head", "tokens", "subject", "metric", "parameters"]
+_APART = ("branch", "probe", "index")
+"""Shown too where rows differ in them: else nothing would tell these rows apart."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,9 @@ def view(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
     if chosen.pivot is not None:
         rows = _pivoted(rows, chosen.pivot)
     else:
-        rows = rows[[c for c in chosen.columns if c in rows]]
+        at = chosen.columns.index("value") if "value" in chosen.columns else len(chosen.columns)
+        columns = [*chosen.columns[:at], *_differing(rows), *chosen.columns[at:]]
+        rows = rows[[c for c in columns if c in rows]]
     if chosen.sort is not None:
         rows = _sorted(rows, chosen.sort)
     kept: pd.DataFrame = rows.reset_index(drop=True).iloc[: chosen.limit]
@@ -84,11 +88,21 @@ def _filtered(table: pd.DataFrame, chosen: View) -> pd.DataFrame:
     return table
 
 
+def _differing(rows: pd.DataFrame) -> list[str]:
+    return [name for name in _APART if name in rows and rows[name].nunique() > 1]
+
+
 def _pivoted(rows: pd.DataFrame, column: str) -> pd.DataFrame:
     if column not in PIVOTS:
         raise unknown("column to pivot by", column, PIVOTS)
-    keys = [k for k in _PLACE if k != column and rows[k].notna().any()]
+    keys = [k for k in _PLACE if k != column and rows[k].notna().any()] + _differing(rows)
     plain = rows.astype(dict.fromkeys([*keys, column], object))
+    plain = plain.drop_duplicates([*keys, column, "value"])
+    twice = plain[plain.duplicated([*keys, column], keep=False)]
+    if not twice.empty:
+        at = twice.iloc[0]
+        where = ", ".join(f"{k} {at[k]}" for k in [*keys, column] if not pd.isna(at[k]))
+        raise UsageError(f"several values at one place ({where}): show them without --pivot")
     wide = plain.pivot_table(
         index=keys, columns=column, values="value", aggfunc="first", dropna=False, sort=False
     )

@@ -70,12 +70,12 @@ def task_rows(table: pd.DataFrame, run: Run) -> list[store.Row]:
     rows = []
     for number in numbers:
         checkpoint = after.get(number + learned)
-        name = checkpoint.name if checkpoint else None
-        value = values.get((name or "", probes[number]))
+        name = checkpoint.name if checkpoint else f"{NAME} task {number}"
+        value = values.get((name, probes[number]))
         known = value is not None and value == value
         rows.append(
             store.Row(
-                "accuracy", "task", value if known else None, checkpoint=name or NAME, task=number,
+                "accuracy", "task", value if known else None, checkpoint=name, task=number,
                 step=checkpoint.step if checkpoint else None, probe=probes[number],
                 status="ok" if known else "no_checkpoint_after_task",
             )

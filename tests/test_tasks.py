@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,12 @@ import torch
 from torch import nn
 
 import plastiscope
+from plastiscope import figures, store
 from plastiscope.config import Settings
+from plastiscope.errors import UsageError
+from plastiscope.export import _steps as steps_of
+from plastiscope.figures.kind import choose
+from plastiscope.show import View, view
 
 TASKS = 3
 Learned = tuple[Path, list[float]]
@@ -44,8 +50,6 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Learned:
 
 
 def recorded(out: Path) -> pd.DataFrame:
-    from plastiscope import store
-
     table = store.read(out, results=True)
     mean = table["metric"] == "average_accuracy_across_tasks"
     return table[mean | (table["subject"] == "task")]
@@ -66,6 +70,35 @@ def test_the_command_line_gives_the_mean_over_tasks(run: Learned, tmp_path: Path
     assert mean["value"] == pytest.approx(np.mean(expected)) and mean["parameters"] == "tasks=3"
     assert mean["standard_error"] == pytest.approx(np.std(expected, ddof=1) / 3**0.5)
     assert mean["step"] == 30
+    assert "skipped probe" not in done.stderr.decode()
+    figure = figures.accuracy.data(store.read(out, results=True), choose())
+    shown = {name: part["value"].tolist() for name, part in figure.groupby("series")}
+    assert shown["task"] == pytest.approx(expected)
+    running = [np.mean(expected[: n + 1]) for n in range(TASKS)]
+    assert shown["running mean (AAT)"] == pytest.approx(running)
+    assert figure["x"].tolist() == [0, 1, 2] * 2
+    told = subprocess.run(
+        [sys.executable, "-m", "plastiscope", "show", str(out), "--format=csv",
+         "--metric=average_accuracy_across_tasks"], capture_output=True, check=True,
+    )  # fmt: skip
+    assert pd.read_csv(io.BytesIO(told.stdout))["value"].tolist() == [mean["value"]]
+
+
+def test_each_probe_has_its_own_rows_and_tags(run: Learned, tmp_path: Path) -> None:
+    folder, expected = run
+    analysis = plastiscope.analyze(folder, Settings(out=tmp_path / "out", only=("accuracy",)))
+    table = analysis.table()
+    rows = view(table, View(metrics=["accuracy"], steps=[10]))
+    assert rows["probe"].str.slice(0, 5).tolist() == ["task0", "task1", "task2"]
+    wide = view(table, View(metrics=["accuracy"], subjects=["output"], pivot="step"))
+    own = [wide.loc[task, str(10 * task + 10)] for task in range(TASKS)]
+    assert own == pytest.approx(expected)
+    for _, values in steps_of(table):
+        tags = [tag for tag, _ in values]
+        assert len(set(tags)) == len(tags) == TASKS
+    twice = pd.concat([table, table.assign(value=2.0)])
+    with pytest.raises(UsageError, match="several values at one place"):
+        view(twice, View(metrics=["accuracy"], pivot="step"))
 
 
 def test_a_task_without_its_checkpoint_leaves_no_mean(run: Learned, tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ def show(
         metric or (), component or (), block or (), head or (), step or (), subject or (),
         tokens or (), status or (), run or (), sort, pivot, limit,
     )  # fmt: skip
-    rows = tables.view(store.read(outs), chosen)
+    rows = tables.view(store.read(outs, results=True), chosen)
     if format == "text":
         from ..terminal import print_rows
 

@@ -157,7 +157,9 @@ def _caution(table: pd.DataFrame, data: pd.DataFrame, choice: Choice) -> str:
     absent = [str(r) for r in table["run"].dropna().unique() if str(r).split("/")[0] not in shown]
     if absent and not choice.groups:
         return f"no value in {', '.join(absent)}"
-    probes = {str(one) for one in data["probe"].dropna()} if "probe" in data else set()
+    # The tasks of one run may have a probe each: these are no runs to compare.
+    several = "probe" in data and bool(data["run"].nunique() > 1 or choice.groups)
+    probes = {str(one) for one in data["probe"].dropna()} if several else set()
     if len(probes) > 1 or " and " in "".join(probes):
         return "the runs were measured on different probes: compare their courses, not their levels"
     return ""

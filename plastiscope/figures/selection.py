@@ -74,7 +74,8 @@ def pick(
     first); without any, the first subject that has the metric. `tokens` None means all tokens.
     Where rows of several parameters exist, the first of `parameters` that is there is the default;
     with `matching`, all rows whose parameters match are taken (they differ by component).
-    Of several probes, the one chosen, or else the one that a run has most rows of.
+    Of several probes, the one chosen, or else the one that a run has most rows of; results of
+    tasks are of all probes, each task being measured on its own.
     Columns of the result: run, checkpoint, x, point (rank of the checkpoint within its run), block,
     component, head, index (floats, NaN for null), segment, value, standard_error, maximum, rows,
     columns, status, subject, parameters, probe.
@@ -93,9 +94,11 @@ def pick(
         rows = _one(rows, "parameters", choice.parameters, parameters)
     else:
         rows = rows[[matching(str(text)) for text in rows["parameters"]]]
-    # Each run has a probe of its own: that of another run would leave it without rows.
-    own = [_one(one, "probe", choice.probe) for _, one in rows.groupby("run", observed=True)]
-    rows = pd.concat(own).sort_index(kind="stable")
+    # Each run has a probe of its own: that of another run would leave it without rows; each task
+    # of a stream may have one too.
+    if choice.probe or rows["subject"].iloc[0] != "task":
+        own = [_one(one, "probe", choice.probe) for _, one in rows.groupby("run", observed=True)]
+        rows = pd.concat(own).sort_index(kind="stable")
     rows = _named_runs(rows)
     rows["x"] = _x(rows, choice)
     return _unambiguous(rows, metric)
