@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -46,9 +47,22 @@ def positional(module: nn.Module) -> Callable[[Batch], Tensor]:
         if taken is not None and "mask" in batch:
             # PyTorch's layers are told what to ignore, the others what counts.
             named[taken] = batch["mask"] if taken == COUNTS else batch["mask"] == 0
-        return answer(module(cast(module, batch["inputs"]), **named))
+        with _padded():
+            return answer(module(cast(module, batch["inputs"]), **named))
 
     return forward
+
+
+@contextlib.contextmanager
+def _padded() -> Iterator[None]:
+    """While it lasts, PyTorch's encoders keep padding in place: their fast path packs inputs of
+    different lengths together, in tensors without a shape."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def takes_mask(module: nn.Module) -> str | None:
