@@ -64,6 +64,7 @@ class _Reducer:
     waiting: dict[str, list[Factor]] = field(default_factory=dict)
     small: dict[Hashable, list[Tensor]] = field(default_factory=dict)
     bytes: Counter[Hashable] = field(default_factory=Counter)
+    strange: set[str] = field(default_factory=set)
     recording: bool = True
 
     def call(self, names: Names, x: Tensor) -> int | None:
@@ -72,6 +73,9 @@ class _Reducer:
         number = self.counts[names]
         # A checkpointed block runs again in backward; its calls were counted the first time.
         if self.recording:
+            if not self.plan.expects(names, number, x, self.inputs):
+                self.strange.update(names)
+                return None
             self.counts[names] += 1
             self.expected.update(names)
         return number
@@ -131,6 +135,33 @@ def gradient_grams(
     are left as they were. UsageError where the memory limit can't be kept, with the numbers.
     """
     refuse_train_mode(module)
+    while True:
+        reducer, astray = _reduced(
+            module, forward, batch, scalars, plan, groups, outputs, memory_limit
+        )
+        if not astray:
+            break
+        plan = plan.looping(astray)
+    parameters = trainable(module)
+    _add_looped(reducer, forward, batch, scalars, parameters, memory_limit)
+    nothing = torch.zeros(size_of(batch) * outputs, size_of(batch) * outputs, dtype=torch.float64)
+    # What the loss doesn't reach (an expert without tokens) has gradients too: all 0.
+    unreached = {groups[name]: nothing for name in parameters if name in groups}
+    return {group: (part + part.mT) / 2 for group, part in {**unreached, **reducer.grams}.items()}
+
+
+def _reduced(
+    module: nn.Module,
+    forward: Forward,
+    batch: Batch,
+    scalars: Scalars,
+    plan: Plan,
+    groups: Mapping[str, Hashable],
+    outputs: int,
+    memory_limit: int,
+) -> tuple[_Reducer, set[str]]:
+    """What all but the looped parameters give, and those that didn't go the way that was planned
+    (all of it is to be thrown away if there are any)."""
     parameters = trainable(module)
     held = plan.bytes_per_input * size_of(batch)
     # The gradients of all outputs are held until the last pass; what is recomputed can't be passed
@@ -141,31 +172,41 @@ def gradient_grams(
     reducer = _Reducer(plan, inputs, outputs, passes, groups)
     names = {id(p): name for name, p in parameters.items()}
     blocks = _blocks(module) if plan.bytes_per_input * inputs > memory_limit else []
-    layered = [parameters[name] for name in plan.layered]
+    # Those without a gradient when the plan was made may have one now.
+    rest = [n for n in parameters if n not in plan.copied and n not in plan.looped]
     with (
         copies_of(module, plan.copied, inputs) as leaves,
         standing_in(names, reducer),
         _recomputing(blocks),
         torch.enable_grad(),
     ):
-        values = scalars(forward(given), given)
+        try:
+            values = scalars(forward(given), given)
+        except (RuntimeError, ValueError, IndexError, TypeError):
+            if not plan.copied:
+                raise
+            return reducer, set(plan.copied)  # Cut to a length, say: a copy for each is too many.
+        if reducer.strange:
+            return reducer, reducer.strange
         reducer.recording = False
         totals = [_own_outputs(values).sum()] if copied else list(values.sum(0).unbind())
         found: list[tuple[Tensor | None, ...]] = []
         while totals:
-            wanted = [*leaves.values(), *layered]
+            wanted = [*leaves.values(), *(parameters[name] for name in rest)]
             more = len(totals) > 1
             found += [autograd.grad(totals.pop(0), wanted, retain_graph=more, allow_unused=True)]
-    if reducer.waiting or any(g is not None for part in found for g in part[len(leaves) :]):
-        raise ValueError("the network took another way than when its gradients were planned")
+    astray = {
+        n for part in found for n, g in zip(rest, part[len(leaves) :], strict=True) if g is not None
+    }
+    if reducer.waiting or astray:
+        return reducer, astray | reducer.waiting.keys()
     for name, parts in zip(leaves, zip(*found, strict=True), strict=False):
         known = [Direct(g.flatten(1)) for g in parts if g is not None]
         if known:
             reducer.add_factors(name, [joined_outputs(known)])
     for group in list(reducer.small):
         reducer.flush(group)
-    _add_looped(reducer, forward, batch, scalars, parameters, memory_limit)
-    return {group: (part + part.mT) / 2 for group, part in reducer.grams.items()}
+    return reducer, set()
 
 
 def _repeated(batch: Batch, outputs: int) -> Batch:

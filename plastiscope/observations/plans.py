@@ -7,9 +7,10 @@ doesn't agree is left to a slower and more general way.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +32,7 @@ from .single_inputs import (
 
 TRIAL_INPUTS = 3
 AGREEMENT = 1e-3
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Plan:
     `axes`: the axis of the inputs in each call of a layer, by the parameters' names and the number
     of the call. `copied`: parameters that get a copy for each input, and the shape of the copies
     ("first", "new", "line" or "row"). `looped`: those taken input by input. `common`: look-ups that
-    are the same for all inputs. `bytes_per_input`: what one input keeps for backward.
+    are the same for all inputs. `shapes`: what each call of a layer is given for one input.
+    `bytes_per_input`: what one input keeps for backward.
     """
 
     axes: Mapping[tuple[Names, int], int]
@@ -48,7 +51,23 @@ class Plan:
     copied: Mapping[str, str]
     looped: tuple[str, ...]
     common: frozenset[tuple[Names, int]]
+    shapes: Mapping[tuple[Names, int], Shape]
     bytes_per_input: int
+
+    def expects(self, names: Names, number: int, x: Tensor, inputs: int) -> bool:
+        """Whether a call is given as many rows of each input as when the plan was made."""
+        call = (names, number)
+        axis = None if call in self.common else self.axes.get(call)
+        return call in self.axes and share_of(x, axis, inputs) == self.shapes[call]
+
+    def looping(self, names: Collection[str]) -> Plan:
+        """With these parameters, and those that share a layer with them, input by input."""
+        layered = _closed(set(self.layered.difference(names)), {names for names, _ in self.axes})
+        copied = {name: shape for name, shape in self.copied.items() if name not in names}
+        known = {*self.looped, *layered, *copied}
+        more = [n for n in (*self.layered, *self.copied, *names) if n not in known]
+        looped = (*self.looped, *dict.fromkeys(more))
+        return replace(self, layered=frozenset(layered), copied=copied, looped=looped)
 
 
 @dataclass
@@ -99,22 +118,64 @@ def _plan(module: nn.Module, forward: Forward, few: Batch, scalars: Scalars) -> 
             watcher, axes = again, {**axes, **dict.fromkeys(common, 0)}
         except (RuntimeError, ValueError):
             common = frozenset()  # What follows doesn't take a table for each input.
+    routed = _routed(module, forward, few)
     exact = one_by_one(forward, few, scalars, parameters, list(parameters))
     # What a softmax cancels (the key's bias) has a gradient of rounding alone.
     floor = 1e-10 * sum(float(part.diagonal().max()) for part in exact.values())
     layered = {
         name
         for name in exact
-        if name not in left and _agrees(watcher, axes, name, inputs, exact[name], floor)
+        if name not in left
+        and _pattern(name) not in routed
+        and _agrees(watcher, axes, name, inputs, exact[name], floor)
     }
     layered = _closed(layered, watcher.counts)
     copied = {}
     for name in exact.keys() - layered:
+        if _pattern(name) in routed:
+            continue
         shape = _copy_that_agrees(module, forward, few, scalars, name, exact[name], floor)
         if shape is not None:
             copied[name] = shape
     looped = tuple(name for name in exact if name not in layered and name not in copied)
-    return Plan(axes, frozenset(layered), copied, looped, common, -(-held // inputs))
+    shapes = {
+        call: share_of(x, None if call in common else axes[call], inputs)
+        for call, x in watcher.calls.items()
+        if call in axes
+    }
+    return Plan(axes, frozenset(layered), copied, looped, common, shapes, -(-held // inputs))
+
+
+def share_of(x: Tensor, axis: int | None, inputs: int) -> Shape:
+    """The shape of one input's part, the axis of the inputs first; () where x can't be shared out
+    equally. Axis None: x is the same for all inputs."""
+    if axis is None:
+        return tuple(x.shape)
+    axis = max(axis, 0)
+    if axis >= x.ndim or x.shape[axis] % inputs:
+        return ()
+    return (x.shape[axis] // inputs, *x.shape[:axis], *x.shape[axis + 1 :])
+
+
+def _routed(module: nn.Module, forward: Forward, few: Batch) -> set[str]:
+    """Patterns of the names of parameters whose calls differ from one input to the next: experts
+    are given as many rows as tokens are sent to them, which may divide by chance."""
+    names = {id(p): name for name, p in trainable(module).items()}
+    seen = []
+    for i in range(size_of(few)):
+        watcher = _Watcher(1)
+        # With gradients on, as in the other passes: some layers take another way without.
+        with standing_in(names, watcher), torch.enable_grad():
+            forward({key: value[i : i + 1] for key, value in few.items()})
+        seen.append({call: tuple(x.shape) for call, x in watcher.calls.items()})
+    calls = {call for shapes in seen for call in shapes}
+    differ = {call for call in calls if len({shapes.get(call) for shapes in seen}) > 1}
+    return {_pattern(name) for used, _ in differ for name in used}
+
+
+def _pattern(name: str) -> str:
+    """A parameter's name without its numbers: that of all experts of all blocks."""
+    return re.sub(r"\d+", "#", name)
 
 
 @contextlib.contextmanager
@@ -244,7 +305,7 @@ def _close(found: Tensor, exact: Tensor, floor: float) -> bool:
     return bool((found - exact).abs().max() <= allowed)
 
 
-def _closed(layered: set[str], calls: Counter[Names]) -> set[str]:
+def _closed(layered: set[str], calls: Collection[Names]) -> set[str]:
     """A layer is left to autograd with all of its parameters, so they go out together."""
     while True:
         out = {n for names in calls if not layered.issuperset(names) for n in names} & layered
