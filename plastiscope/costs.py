@@ -93,13 +93,14 @@ def costs(network: Network, settings: Settings) -> dict[str, float]:
         part = network.on_device(first_inputs(inputs, settings.batch_size))
         many, some = len(inputs["inputs"]), len(part["inputs"])
         few = first_inputs(part, settings.jacobian_inputs)
+        paths = {key: call.path for key, call in jacobian_places(network).items()}
         work = Work(
             forward=timed(live.forward, part) * many / some,
             functions=len(settings.kernel) + ("labels" in part and "loss" not in settings.kernel),
             tensors=sum(1 for _ in live.module.parameters()),
             groups=sum(bool(c.weights) for c in network.anatomy.components),
             tokens=0 if part["inputs"].is_floating_point() else inputs["inputs"].numel(),
-            calls=timed_calls(live.module, live.forward, few, jacobian_places(network)),
+            calls=timed_calls(live.module, live.forward, few, paths),
         )
         for name, seconds in estimate(work).items():
             total[name] += seconds

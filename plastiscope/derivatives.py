@@ -6,18 +6,20 @@ Axes: B probe inputs, H heads, dh head width, d width.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from .alone import Alone, Where, attentions_alone, blocks_alone, components_alone
 from .anatomy import watch
 from .anatomy.parts import Component
 from .metrics import METRICS, Place, absent, measure
 from .models.live import Batch
 from .network import Network
 from .observations import (
+    Called,
     UnitGradientSums,
     attention_bound,
     capture,
@@ -46,7 +48,8 @@ LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
 """Metrics of the loss's kernel alone."""
 ALIGNMENT = frozenset({"ntk_alignment"})
 WHOLE = ("network", None)
-Where = tuple[str, int | None]
+FED = ("norm1", "attention", "norm2", "fc1", "fc2")
+"""What is measured in the embedding protocol."""
 
 
 def family(name: str) -> frozenset[str]:
@@ -130,53 +133,26 @@ def jacobian_rows(
 ) -> Iterator[Row]:
     """Of every component that is a module, of every block and of the whole network."""
     assert network.live is not None
-    live = network.live
-    found = observe_jacobians(live.module, live.forward, batch, jacobian_places(network), seed=seed)
+    live, places = network.live, jacobian_places(network)
+    found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
     yield from _rows(found, "jacobian", chosen)
+    for alone in (components_alone(network), blocks_alone(network)):
+        yield from _absent(alone, found, "Jacobian", "jacobian", chosen)
 
 
-def jacobian_places(network: Network) -> dict[Hashable, str]:
-    """The paths of all modules whose Jacobian is taken, by component and block."""
-    return _keyed({**_modules(network), **_blocks(network), WHOLE: ""})
+def jacobian_places(network: Network) -> dict[Hashable, Called]:
+    """The calls of all modules whose Jacobian is taken, by component and block."""
+    calls = {**components_alone(network).calls, **blocks_alone(network).calls}
+    return _keyed({**calls, WHOLE: Called("")})
 
 
-def _modules(network: Network) -> dict[Where, str]:
-    """Paths of the components that are modules by themselves: one name, one module, one output."""
-    assert network.live is not None
-    known = dict(network.live.module.named_modules())
-    paths = [c.path for c in network.anatomy.components]
-    return {
-        (c.name, c.block): c.path
-        for c in network.anatomy.components
-        if c.path in known and paths.count(c.path) == 1 and c.features is not None
-        # Their inputs have to lie along the first axis.
-        if c.input_axis == 0
-    }
-
-
-def _blocks(network: Network) -> dict[Where, str]:
-    """The path of each block that is a module: the longest prefix of its components' paths."""
-    assert network.live is not None
-    known = dict(network.live.module.named_modules())
-    blocks: dict[Where, str] = {}
-    for block in network.anatomy.attention:
-        parts = [c for c in network.anatomy.components if c.block == block]
-        if any(c.input_axis for c in parts):
-            continue
-        paths = [c.path.split(".") for c in parts]
-        shared = _shared(paths)
-        if shared and ".".join(shared) in known:
-            blocks["block", block] = ".".join(shared)
-    return blocks
-
-
-def _shared(paths: Sequence[Sequence[str]]) -> list[str]:
-    shared = []
-    for parts in zip(*paths, strict=False):
-        if len(set(parts)) > 1:
-            break
-        shared.append(parts[0])
-    return shared
+def _absent(
+    alone: Alone, found: Collection[Hashable], kind: str, subject: str, chosen: frozenset[str]
+) -> Iterator[Row]:
+    """Null rows, with the reason, of what can't be called alone or was called otherwise."""
+    missed = {key: "called_otherwise" for key in alone.calls if key not in found}
+    for (component, block), status in {**alone.obstacles, **missed}.items():
+        yield from absent(kind, Place(component, block, subject), status, chosen)
 
 
 # --- component sensitivity ---
@@ -186,29 +162,30 @@ def sensitivity_rows(network: Network, batch: Batch, chosen: frozenset[str]) -> 
     """Rates of change at the components' own inputs, in the embedding protocol, and bounds."""
     assert network.live is not None
     live = network.live
-    own = {**_modules(network), **_attention_modules(network)}
-    found = observe_rate_of_change(live.module, live.forward, batch, _keyed(own))
+    own = components_alone(network) | attentions_alone(network)
+    found = observe_rate_of_change(live.module, live.forward, batch, _keyed(own.calls))
     yield from _rows(found, "sensitivity", chosen)
+    yield from _absent(own, found, "RateOfChange", "sensitivity", chosen & {"rate_of_change"})
     yield from _rows(dict(_layer_bounds(network)), "sensitivity", chosen)
-    blocks = _blocks(network)
+    blocks = blocks_alone(network).calls
     if not blocks:
         return
-    protocol = {
-        key: path
-        for key, path in own.items()
-        if key[0] in ("norm1", "attention", "norm2", "fc1", "fc2")
-    }
-    embedded = blocks[min(blocks, key=lambda key: key[1] or 0)]
-    yield from _embedding_rows(network, batch, protocol, embedded, chosen)
-    x = capture(live.module, live.forward, batch, {0: embedded})[0].x
-    yield from _rows(dict(_attention_bounds(network, x)), "sensitivity", chosen)
+    fed = own.named(FED)
+    first = blocks[min(blocks, key=lambda key: key[1] or 0)]
+    only = chosen & {"rate_of_change_embedding"}
+    given = capture(live.module, live.forward, batch, {0: first})
+    if given:
+        places = {key: call for key, call in fed.calls.items() if key in found}
+        yield from _embedding_rows(network, batch, places, first, chosen)
+        yield from _rows(dict(_attention_bounds(network, given[0].x)), "sensitivity", chosen)
+    yield from _absent(fed, found if given else (), "RateOfChange", "sensitivity", only)
 
 
 def _embedding_rows(
     network: Network,
     batch: Batch,
-    places: Mapping[Where, str],
-    embedded: str,
+    places: Mapping[Where, Called],
+    embedded: Called,
     chosen: frozenset[str],
 ) -> Iterator[Row]:
     """In the embedding protocol; a component that can't take the embedding's output (windows, a
@@ -216,7 +193,7 @@ def _embedding_rows(
     assert network.live is not None
     live = network.live
 
-    def observe(some: Mapping[Where, str]) -> Iterator[Row]:
+    def observe(some: Mapping[Where, Called]) -> Iterator[Row]:
         keyed = _keyed(some)
         found = observe_rate_of_change_embedding(live.module, live.forward, batch, keyed, embedded)
         return _rows(found, "sensitivity", chosen)
@@ -224,17 +201,17 @@ def _embedding_rows(
     try:
         yield from observe(places)
     except RuntimeError:
-        for key, path in places.items():
+        for key, call in places.items():
             try:
-                yield from observe({key: path})
+                yield from observe({key: call})
             except RuntimeError:
                 place = Place(key[0], key[1], "sensitivity")
                 rows = absent("RateOfChange", place, "embedding_does_not_fit", chosen)
                 yield from (r for r in rows if r.metric == "rate_of_change_embedding")
 
 
-def _keyed(places: Mapping[Where, str]) -> dict[Hashable, str]:
-    return {key: path for key, path in places.items()}  # noqa: C416  (a wider type of key)
+def _keyed(places: Mapping[Where, Called]) -> dict[Hashable, Called]:
+    return {key: call for key, call in places.items()}  # noqa: C416  (a wider type of key)
 
 
 def _rows(found: Mapping[Hashable, Any], subject: str, chosen: frozenset[str]) -> Iterator[Row]:
@@ -242,25 +219,6 @@ def _rows(found: Mapping[Hashable, Any], subject: str, chosen: frozenset[str]) -
     for key, observation in found.items():
         if isinstance(key, tuple):
             yield from measure(observation, Place(key[0], key[1], subject), chosen)
-
-
-def _attention_modules(network: Network) -> dict[Where, str]:
-    """The module of each attention, output projection included."""
-    assert network.live is not None
-    known = dict(network.live.module.named_modules())
-    places: dict[Where, str] = {}
-    for block in network.anatomy.attention:
-        parts = [
-            c.path.split(".")
-            for c in network.anatomy.components
-            if c.block == block and c.name in ("q", "k", "v", "attention_output")
-        ]
-        if any(c.input_axis for c in network.anatomy.components if c.block == block):
-            continue
-        path = ".".join(_shared(parts))
-        if path in known and path not in _blocks(network).values():
-            places["attention", block] = path
-    return places
 
 
 def _layer_bounds(network: Network) -> Iterator[tuple[Hashable, Any]]:

@@ -1,7 +1,7 @@
 """What a metric may ask for: a closed set of observations, each reduced while the network runs."""
 
 from .attention import Attention, AttentionSums
-from .captures import capture
+from .captures import Called, capture
 from .coverage import Coverage
 from .features import Features, FeatureSums
 from .jacobian import Jacobian, observe_jacobians
@@ -27,6 +27,7 @@ from .weights import Magnitude, Weight
 __all__ = [
     "Attention",
     "AttentionSums",
+    "Called",
     "ChangeBound",
     "Coverage",
     "FeatureSums",

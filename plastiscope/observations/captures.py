@@ -16,6 +16,18 @@ Batch = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
+class Called:
+    """A module by its path ("" is the network), and which of its calls in one forward pass.
+
+    With `calls`, a module that is called another number of times isn't the one that was meant.
+    """
+
+    path: str
+    number: int = 0
+    calls: int | None = None
+
+
+@dataclass(frozen=True)
 class Capture:
     """One call of a module: its first tensor argument x [B, ...], the rest, and the output."""
 
@@ -49,51 +61,60 @@ def capture(
     module: nn.Module,
     forward: Callable[[Batch], Tensor],
     batch: Batch,
-    paths: Mapping[Hashable, str],
+    paths: Mapping[Hashable, str | Called],
 ) -> dict[Hashable, Capture]:
-    """The first call of each module named by path ("" is the network), by its key.
+    """A call of each module named by path ("" is the network), by its key: the first unless told.
 
-    A module that the forward pass doesn't call, or calls without a floating tensor, is left out.
+    What the forward pass doesn't call, or calls without a floating tensor, is left out.
     Raises UsageError for a path that isn't in the network.
     """
     modules = dict(module.named_modules())
-    found: dict[Hashable, Capture] = {}
+    keepers: dict[Hashable, _Keeper] = {}
     hooks = []
     try:
-        for key, path in paths.items():
-            if path not in modules:
-                raise unknown("module", path, modules)
-            keeper = _Keeper(found, key)
-            hooks.append(modules[path].register_forward_pre_hook(keeper.before, with_kwargs=True))
-            hooks.append(modules[path].register_forward_hook(keeper.after, with_kwargs=True))
+        for key, place in paths.items():
+            called = Called(place) if isinstance(place, str) else place
+            if called.path not in modules:
+                raise unknown("module", called.path, modules)
+            keeper = keepers[key] = _Keeper(called)
+            part = modules[called.path]
+            hooks.append(part.register_forward_pre_hook(keeper.before, with_kwargs=True))
+            hooks.append(part.register_forward_hook(keeper.after, with_kwargs=True))
         with torch.no_grad():
             forward(batch)
     finally:
         for hook in hooks:
             hook.remove()
-    return found
+    return {key: keeper.found for key, keeper in keepers.items() if keeper.found is not None}
 
 
 class _Keeper:
-    """Keeps the first call of one module; x as it was before the module, which may change it."""
+    """Keeps one call of one module; x as it was before the module, which may change it."""
 
-    def __init__(self, found: dict[Hashable, Capture], key: Hashable) -> None:
-        self.found, self.key = found, key
+    def __init__(self, called: Called) -> None:
+        self.called = called
+        self.seen = 0
         self.x: Tensor | None = None
+        self.kept: Capture | None = None
+
+    @property
+    def found(self) -> Capture | None:
+        return self.kept if self.called.calls in (None, self.seen) else None
 
     def before(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
         tensors = [a for a in (*arguments[:1], *options.values()) if isinstance(a, Tensor)]
-        if self.x is None and tensors and tensors[0].is_floating_point():
+        if self.seen == self.called.number and tensors and tensors[0].is_floating_point():
             self.x = tensors[0].detach().clone()
 
     def after(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
-        if self.x is not None and self.key not in self.found:
+        if self.seen == self.called.number and self.x is not None:
             result = first_tensor(output).detach().clone()
-            self.found[self.key] = Capture(module, self.x, arguments, options, result)
+            self.kept = Capture(module, self.x, arguments, options, result)
+        self.seen += 1
 
 
 @contextlib.contextmanager

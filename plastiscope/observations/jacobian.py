@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from .captures import Batch, Capture, capture, frozen
+from .captures import Batch, Called, Capture, capture, frozen
 from .lanczos import Quadrature, quadrature
 from .spectra import Floats, spectra_of
 
@@ -68,7 +68,7 @@ def observe_jacobians(
     module: nn.Module,
     forward: Callable[[Batch], Tensor],
     batch: Batch,
-    paths: Mapping[Hashable, str],
+    paths: Mapping[Hashable, str | Called],
     *,
     positions: int = POSITIONS,
     dense_side: int = DENSE_SIDE,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .captures import Batch, Capture, capture
+from .captures import Batch, Called, Capture, capture
 from .spectra import Floats, spectra_of
 
 PAIRINGS = 4
@@ -72,7 +72,7 @@ def observe_rate_of_change(
     module: nn.Module,
     forward: Callable[[Batch], Tensor],
     batch: Batch,
-    paths: Mapping[Hashable, str],
+    paths: Mapping[Hashable, str | Called],
     other: Batch | None = None,
 ) -> dict[Hashable, RateOfChange]:
     """Of each module named by path, at its own inputs for different inputs of the probe.
@@ -95,8 +95,8 @@ def observe_rate_of_change_embedding(
     module: nn.Module,
     forward: Callable[[Batch], Tensor],
     batch: Batch,
-    paths: Mapping[Hashable, str],
-    embedded: str,
+    paths: Mapping[Hashable, str | Called],
+    embedded: str | Called,
     other: Batch | None = None,
 ) -> dict[Hashable, RateOfChange]:
     """The protocol of the source: every module named by path is fed the embedding's output.

@@ -1,0 +1,131 @@
+"""Which parts of a network can be called alone: components that are modules, blocks, attentions.
+
+Blocks may share a module: the n-th block is then its n-th call, if no other call is made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from .anatomy.parts import Component, plain_name
+from .network import Network, is_part
+from .observations import Called
+
+Where = tuple[str, int | None]
+"""A component's name and its block."""
+IN_ATTENTION = ("q", "k", "v")
+STREAM = ("residual1", "residual2")
+FUNCTIONS = ("activation",)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """The call of each part that is a module by itself, and for the others the reason why not."""
+
+    calls: Mapping[Where, Called]
+    obstacles: Mapping[Where, str]
+
+    def __or__(self, other: Alone) -> Alone:
+        return Alone({**self.calls, **other.calls}, {**self.obstacles, **other.obstacles})
+
+    def named(self, names: Collection[str]) -> Alone:
+        """Those parts alone that have one of these names."""
+        calls = {key: call for key, call in self.calls.items() if key[0] in names}
+        return Alone(calls, {k: v for k, v in self.obstacles.items() if k[0] in names})
+
+
+def components_alone(network: Network) -> Alone:
+    """Of every component that computes something (not the residual stream, a bias or a table)."""
+    known = _modules(network)
+    parts = [c for c in network.anatomy.components if is_part(c) and not c.embeds]
+    wanted = [c for c in parts if c.name not in STREAM]
+    obstacles = {id(c): _obstacle(c, parts, known) for c in wanted}
+    paths = {(c.name, c.block): c.path for c in wanted if obstacles[id(c)] is None}
+    reasons = {(c.name, c.block): reason for c in wanted if (reason := obstacles[id(c)])}
+    return Alone(_numbered(paths), reasons)
+
+
+def _obstacle(
+    c: Component, parts: Sequence[Component], known: Mapping[str, nn.Module]
+) -> str | None:
+    """Why a component's module isn't the component and nothing else."""
+    if c.name in IN_ATTENTION:
+        return "part_of_attention"
+    if c.features is None:
+        return "output_not_seen"
+    if c.input_axis != 0:
+        return "inputs_not_told_apart"
+    if c.path not in known or _holds_more(c, parts, known[c.path]):
+        return "no_module_of_its_own"
+    return "takes_ids" if isinstance(known[c.path], nn.Embedding) else None
+
+
+def _holds_more(c: Component, parts: Sequence[Component], module: nn.Module) -> bool:
+    """Whether another component lies in the module, or the component is a function called in it.
+
+    A function that isn't a module has the path of the layer before it.
+    """
+    others = [o for o in parts if o is not c and o.path == c.path]
+    if not c.weights:
+        before = c.pre_activation is not None and c.pre_activation.module == c.path
+        return before or any(module.children()) or any(o.block == c.block for o in others)
+    beside = any(o.block == c.block and plain_name(o.name) not in FUNCTIONS for o in others)
+    inside = c.path + "." if c.path else ""
+    return beside or any(o.path != c.path and o.path.startswith(inside) for o in parts)
+
+
+def _numbered(paths: Mapping[Where, str]) -> dict[Where, Called]:
+    """Each path with its number among the parts, in forward order, that have the same."""
+    every = list(paths.values())
+    return {
+        key: Called(path, every[:position].count(path), every.count(path))
+        for position, (key, path) in enumerate(paths.items())
+    }
+
+
+def blocks_alone(network: Network) -> Alone:
+    """Of every transformer block: the longest prefix of its components' paths."""
+    return _shared_modules(network, "block", None, frozenset({""}))
+
+
+def attentions_alone(network: Network) -> Alone:
+    """Of every attention, with its output projection."""
+    taken = {call.path for call in blocks_alone(network).calls.values()}
+    names = (*IN_ATTENTION, "attention_output")
+    return _shared_modules(network, "attention", names, frozenset(taken))
+
+
+def _shared_modules(
+    network: Network, label: str, names: Sequence[str] | None, taken: frozenset[str]
+) -> Alone:
+    """Of each block the module that all its components (of these names) lie in, if not `taken`."""
+    known = _modules(network)
+    paths: dict[Where, str] = {}
+    obstacles: dict[Where, str] = {}
+    for block in network.anatomy.attention:
+        parts = [c for c in network.anatomy.components if c.block == block]
+        path = _prefix([c.path for c in parts if names is None or c.name in names])
+        if any(c.input_axis for c in parts):
+            obstacles[label, block] = "inputs_not_told_apart"
+        elif path not in known or path in taken:
+            obstacles[label, block] = "no_module_of_its_own"
+        else:
+            paths[label, block] = path
+    return Alone(_numbered(paths), obstacles)
+
+
+def _prefix(paths: Sequence[str]) -> str:
+    shared = []
+    for names in zip(*(path.split(".") for path in paths), strict=False):
+        if len(set(names)) > 1:
+            break
+        shared.append(names[0])
+    return ".".join(shared)
+
+
+def _modules(network: Network) -> dict[str, nn.Module]:
+    assert network.live is not None
+    return dict(network.live.module.named_modules())
