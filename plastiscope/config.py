@@ -21,6 +21,17 @@ else:
     import tomli as tomllib  # type: ignore[import-not-found, unused-ignore]
 
 KERNELS = ("mean_logit", "loss", "logits")
+LEAST = {
+    "folds": 2,
+    "probe_inputs": 2,
+    "probe_rows": 2,
+    "batch_size": 1,
+    "gradient_inputs": 2,
+    "jacobian_inputs": 1,
+    "every": 1,
+    "seed": 0,
+}
+"""The counts among the settings; one input has neither a kernel nor an error."""
 OTHER_TABLES = ("check", "profiles")
 
 
@@ -67,19 +78,18 @@ class Settings:
     figures: bool = True
 
     def __post_init__(self) -> None:
-        for name, least in {
-            "folds": 2,
-            "probe_inputs": 2,
-            "probe_rows": 2,
-            "batch_size": 1,
-        }.items():
+        for name, least in LEAST.items():
             if getattr(self, name) < least:
-                raise UsageError(f"{name} must be at least {least}, not {getattr(self, name)}")
+                raise UsageError(
+                    f"setting {name} must be at least {least}, not {getattr(self, name)}: change "
+                    "it in plastiscope.toml, pyproject.toml or on the command line"
+                )
         for function in self.kernel:
             if function not in KERNELS:
                 raise unknown("kernel", function, KERNELS)
-        if self.every < 1:
-            raise UsageError(f"every must be at least 1, not {self.every}")
+        for file in self.families:
+            if not Path(file).is_file():
+                raise UsageError(f"no such table of tensor names: {file}: give --family a file")
 
 
 def read_settings(
@@ -115,6 +125,10 @@ def parse_toml(file: Path) -> dict[str, Any]:
         table: dict[str, Any] = tomllib.loads(file.read_text("utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{file} isn't valid TOML: {error}") from error
+    except OSError as error:
+        raise UsageError(
+            f"{file} can't be read: {error.strerror}: put a readable file there or remove it"
+        ) from error
     return table
 
 

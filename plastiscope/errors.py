@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 PASSED, FAILED, USAGE, UNREADABLE, NOT_ENOUGH_EVIDENCE = range(5)
-LISTED = 100
+LISTED = 12
 
 
 class PlastiscopeError(Exception):
@@ -33,11 +33,12 @@ class NotEnoughEvidenceError(PlastiscopeError):
 
 
 def unknown(kind: str, name: str, known: Iterable[Any]) -> UsageError:
-    """The error for a name or number that isn't known: says the nearest one, then the others."""
+    """The error for a name or number that isn't known: says the nearest ones, then others."""
     names = [str(each) for each in sorted(known)]
-    near = difflib.get_close_matches(name, names, n=1)
+    near = difflib.get_close_matches(name, names, n=LISTED)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    more = f", ... ({len(names)} in all)" if len(names) > LISTED else ""
-    return UsageError(
-        f"unknown {kind} {name!r}: {hint}known: {', '.join(names[:LISTED]) or 'none'}{more}"
-    )
+    shown = names
+    if len(names) > LISTED:
+        shown = list(dict.fromkeys([*near, *names]))[:LISTED]
+    more = f", ... {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return UsageError(f"unknown {kind} {name!r}: {hint}known: {', '.join(shown) or 'none'}{more}")

@@ -31,6 +31,7 @@ def to_tensorboard(table: pd.DataFrame, folder: Path) -> list[Path]:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
     except ImportError as error:
         raise _missing("tensorboard", "tensorboard") from error
+    _make(folder)
     written = []
     for run, frame in _runs(table):
         for earlier in (folder / run).glob(f"events.out.tfevents.*{OURS}"):
@@ -56,7 +57,7 @@ def to_mlflow(table: pd.DataFrame, folder: Path) -> list[Path]:
         from mlflow.tracking import MlflowClient
     except ImportError as error:
         raise _missing("mlflow", "mlflow") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     client = MlflowClient(tracking_uri=f"sqlite:///{(folder / 'mlflow.db').resolve()}")
     known = client.get_experiment_by_name("plastiscope")
     experiment = known.experiment_id if known else client.create_experiment("plastiscope")
@@ -84,7 +85,7 @@ def to_wandb(table: pd.DataFrame, folder: Path) -> list[Path]:
         import wandb
     except ImportError as error:
         raise _missing("wandb", "wandb") from error
-    folder.mkdir(parents=True, exist_ok=True)
+    _make(folder)
     settings = wandb.Settings(
         console="off", disable_code=True, disable_git=True, host="", save_code=False, silent=True,
         x_disable_machine_info=True, x_disable_meta=True, x_disable_stats=True,
@@ -101,6 +102,14 @@ def to_wandb(table: pd.DataFrame, folder: Path) -> list[Path]:
         written.append(Path(to.dir).parent)
         to.finish()
     return written
+
+
+def _make(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = error.strerror
+        raise UsageError(f"can't write in {folder}: {why}: name another folder") from error
 
 
 def _runs(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:

@@ -33,6 +33,12 @@ def test_pyproject_is_read_too(tmp_path: Path) -> None:
         ("folds = true", "takes a value of type int"),
         ("kernel = ['logit']", "unknown kernel 'logit': did you mean 'logits'"),
         ("folds = 1", "folds must be at least 2"),
+        ("gradient_inputs = 0", "gradient_inputs must be at least 2, not 0: change it"),
+        ("gradient_inputs = 1", "gradient_inputs must be at least 2"),
+        ("jacobian_inputs = 0", "jacobian_inputs must be at least 1"),
+        ("jacobian_inputs = -1", "jacobian_inputs must be at least 1"),
+        ("every = 0", "every must be at least 1"),
+        ("families = ['nowhere.toml']", "no such table of tensor names: nowhere.toml"),
         ("only = [1]", "list of strings"),
         ("probe = 3", "takes a string"),
         ("folds =", "isn't valid TOML"),
@@ -43,6 +49,13 @@ def test_a_wrong_file_is_one_clear_line(tmp_path: Path, text: str, said: str) ->
     with pytest.raises(UsageError, match=said) as caught:
         read_settings(tmp_path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["plastiscope.toml", "pyproject.toml"])
+def test_a_folder_in_the_file_s_place_is_one_clear_line(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError, match=f"{name} can't be read: Is a directory"):
+        read_settings(tmp_path)
 
 
 def test_the_gate_has_its_own_table(tmp_path: Path) -> None:

@@ -6,13 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
 from plastiscope import store
-from plastiscope.errors import NotEnoughEvidenceError
+from plastiscope.errors import NotEnoughEvidenceError, UsageError
 from plastiscope.export import to_mlflow, to_tensorboard, to_wandb
 from plastiscope.store import Row
 
@@ -70,6 +71,15 @@ def test_wandb_reads_it(table: pd.DataFrame, tmp_path: Path) -> None:
     assert (run["display_name"], run["project"]) == ("r", "plastiscope")
     assert folder.name.startswith("offline-run-")
     assert '"host"' not in told and not (folder / "files" / "requirements.txt").exists()
+
+
+@pytest.mark.parametrize("write", [to_tensorboard, to_mlflow, to_wandb])
+def test_a_file_in_the_folder_s_place_is_one_clear_line(
+    table: pd.DataFrame, tmp_path: Path, write: Callable[[pd.DataFrame, Path], list[Path]]
+) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"can't write in .*file: File exists: name another"):
+        write(table, tmp_path / "file")
 
 
 def test_nothing_to_export_says_so(table: pd.DataFrame, tmp_path: Path) -> None:

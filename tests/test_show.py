@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from plastiscope import store
-from plastiscope.errors import NotEnoughEvidenceError, UsageError
+from plastiscope.errors import NotEnoughEvidenceError, UsageError, unknown
 from plastiscope.show import View, compact, view, written
 from plastiscope.store import Row
 
@@ -48,6 +48,13 @@ def test_filters_and_sorting(table: pd.DataFrame) -> None:
         view(table, View(pivot="value"))
     with pytest.raises(NotEnoughEvidenceError):
         view(table, View(metrics=["loss"], components=["q"]))
+
+
+def test_of_many_names_the_nearest_twelve_are_listed() -> None:
+    names = [f"metric_{n:02}" for n in range(40)] + ["zebra"]
+    said = str(unknown("metric", "zebr", names))
+    assert said.startswith("unknown metric 'zebr': did you mean 'zebra'? known: zebra, metric_00, ")
+    assert said.endswith("metric_10, ... 29 more") and said.count("metric_") == 11
 
 
 def test_csv_keeps_every_digit(table: pd.DataFrame) -> None:
