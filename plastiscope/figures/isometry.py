@@ -50,6 +50,8 @@ QUANTITIES = {
     "sigma_squared_min": "min σ²",
     "sigma_squared_mean": "mean σ²",
 }
+KERNEL_METRICS = ("ntk_spectrum", "ntk_condition_number", "ntk_effective_rank")
+DEFAULT_FUNCTION = "f=mean_logit"
 COLOURS = dict(zip(QUANTITIES, (BLUE, GREEN, GREEN, RED, PURPLE, ORANGE), strict=True))
 
 
@@ -209,24 +211,44 @@ def _violin(axes: Axes, values: pd.Series, place: int, of: Look) -> None:
 
 
 def ntk_data(table: pd.DataFrame, choice: Choice) -> pd.DataFrame:
-    """Spectrum of the empirical tangent kernel, its condition number and effective rank."""
+    """Spectrum of the empirical tangent kernel, its condition number and effective rank.
+
+    Of several kernels that of the mean logit, unless `choice.parameters` names another.
+    """
     parts = []
-    for metric in ("ntk_spectrum", "ntk_condition_number", "ntk_effective_rank"):
+    function = _function(table)
+    for metric in KERNEL_METRICS:
         try:
-            data = pick(table, choice, metric, (), indexed=metric == "ntk_spectrum")
+            data = pick(
+                table, choice, metric, (), indexed=metric == "ntk_spectrum",
+                matching=None if choice.parameters else lambda text: _of(text) == function,
+            )  # fmt: skip
         except NotEnoughEvidenceError:
             continue
         data = data[data["block"].isna()]
         data = data[data["component"].isna() | (data["component"] == "network")]
         if len(data):
-            parts.append(with_breaks(grouped(data, choice), ["index"]).assign(metric=metric))
+            shown = with_breaks(grouped(data, choice), ["index"]).assign(metric=metric)
+            parts.append(shown.assign(parameters=" and ".join(sorted(set(data["parameters"])))))
     if not parts:
         raise NotEnoughEvidenceError("the tables hold no tangent kernel")
     return demand_values(pd.concat(parts, ignore_index=True), "tangent kernel")
 
 
+def _function(table: pd.DataFrame) -> str:
+    """The function whose kernel is shown: the default one where it was measured."""
+    rows = table[table["metric"].isin(KERNEL_METRICS)]
+    known = sorted({_of(str(text)) for text in rows["parameters"].dropna().unique()})
+    return DEFAULT_FUNCTION if DEFAULT_FUNCTION in known else next(iter(known), "")
+
+
+def _of(parameters: str) -> str:
+    return parameters.partition(",")[0]
+
+
 def draw_ntk(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) -> Canvas:
-    """Eigenvalues over checkpoints (log), condition number (log) and effective rank."""
+    """Eigenvalues over checkpoints (log), condition number (log) and effective rank; above, the
+    kernel's function and inputs."""
     metrics = list(dict.fromkeys(data["metric"]))
     on = canvas(of, len(metrics), axes, columns=3, height=1.8, share=(True, False))
     for panel, metric in zip(on.panels, metrics, strict=True):
@@ -239,6 +261,8 @@ def draw_ntk(data: pd.DataFrame, choice: Choice, of: Look, axes: Axes | None) ->
         if metric != "ntk_effective_rank":
             panel.set_yscale("log", nonpositive="mask")
         panel.set_title(words(metric))
+    if on.own:
+        on.figure.suptitle(plain(data["parameters"].iloc[0]))
     finish_courses(on, choice, "")
     return on
 

@@ -55,6 +55,24 @@ def test_isometry_is_the_plain_mean_over_whole_matrices(tmp_path):
     assert (data["matrices"] == 2).all()
 
 
+def test_of_several_kernels_the_mean_logit_is_drawn_and_named(tmp_path):
+    def make(point):
+        values = {"logits": 1.0, "loss": 2.0, "mean_logit": 3.0}
+        return [
+            Row("ntk_spectrum", "ntk", value, "network", index=0, parameters=f"f={name}, n=32")
+            for name, value in values.items()
+        ]
+
+    table = tables.table(tmp_path, make, points=2)
+    data = figures.ntk.data(table, choose())
+    assert data["value"].tolist() == [3.0, 3.0]
+    assert figures.ntk(table).get_suptitle() == "f=mean_logit, n=32"
+    other = choose(parameters="f=loss, n=32")
+    assert figures.ntk.data(table, other)["value"].tolist() == [2.0, 2.0]
+    without = table[table["parameters"] != "f=mean_logit, n=32"]
+    assert figures.ntk(without).get_suptitle() == "f=logits, n=32"
+
+
 def test_runs_that_a_figure_has_no_value_of_are_named(tmp_path):
     tables.table(tmp_path, tables.study, "measured", 2)
     table = tables.table(tmp_path, tables.transformer, "other", 2)
