@@ -36,6 +36,9 @@ def judge(pair: Pair) -> Finding | None:
     tolerance = tolerate(rule, pair.before, pair.after)
     if change <= tolerance.decisive or not _is_steady(pair):
         return None
+    if pair.before.status == "zero_matrix" and rule.relative:
+        why = f"{_moved(pair.before.value, pair.after.value)}, no factor of zero"
+        return _note(pair, "from_zero", f"{_what(pair)} {why} ({pair.at} to step {pair.step})")
     return _finding(
         pair,
         REGRESSION,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,10 +12,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from plastiscope import store
 from plastiscope.analysis import analyze
 from plastiscope.check import Result, check
 from plastiscope.check.defaults import BASELINE_RULES, RUN_RULES
 from plastiscope.config import Settings
+from plastiscope.store import Row
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
 ONLY = tuple(sorted({rule.metric for rule in (*RUN_RULES, *BASELINE_RULES)}))
@@ -110,6 +113,30 @@ DEFECTS = {
     ),
     "blown": ({"net.2.weight": blow_up}, ("weight_magnitude", "block 1 fc")),
 }
+
+
+def test_what_started_at_zero_has_not_blown_up(tmp_path: Path) -> None:
+    def table(weight: float, bias: float) -> Path:
+        out = tmp_path / f"{weight}-{bias}"
+        for step, factor in ((0, 0.0), (100, 1.0)):
+            rows = [
+                Row("weight_magnitude", "weight", 0.1 if step == 0 else weight, "fc1", 0),
+                Row("weight_magnitude", "weight", bias * factor, "attn.bo",
+                    status="ok" if factor else "zero_matrix"),
+                Row("dormant_fraction", "unit", 0.0, "activation", 0, parameters="tau=0.025"),
+            ]  # fmt: skip
+            common = {"run": "r", "checkpoint": str(step), "step": step, "task": None}
+            common |= {"branch": "raw", "checkpoint_fingerprint": str(step)}
+            store.write(store.checkpoint_file(out, "r", str(step)), rows, common, "k", {})
+        return out
+
+    rule = next(rule for rule in RUN_RULES if rule.name == "weights-blow-up")
+    healthy = check(table(0.12, 0.0214), rules=[rule])
+    assert healthy.passed and [f.kind for f in healthy.findings] == ["from_zero"]
+    blown = check(table(0.5, 0.0214), rules=[rule])
+    assert named(blown) == {("weight_magnitude", "block 0 fc1")}
+    floor = [replace(rule, relative=0.0)]
+    assert not check(table(0.1, 0.0214), rules=floor).passed
 
 
 def named(result: Result) -> set[tuple[str, str]]:
