@@ -30,6 +30,7 @@ REASONS = {
     "shape_changed": "the shape changed, so there is nothing to compare with",
     "zero_matrix": "the matrix is all zeros",
     "layer_dead": "the whole layer is silent",
+    "failed": "measuring it failed, as the run's output says",
 }
 """Why a row has no value, by its status."""
 

@@ -18,6 +18,7 @@ from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .costs import costs
 from .derivatives import (
+    FAMILIES,
     first_inputs,
     gradient_rows,
     jacobian_rows,
@@ -29,6 +30,7 @@ from .derivatives import (
     wants,
 )
 from .errors import NotEnoughEvidenceError, UnreadableError
+from .models.live import Batch
 from .network import Network, counted_entries, label, open_network, signature
 from .observations import Coverage
 from .observations.kernel import Kernel
@@ -47,6 +49,8 @@ REPLAYED = {
     "ChangeBound": "sensitivity", "UnitGradients": "gradient", "OptimizerState": "optimizer",
 }  # fmt: skip
 """What only a live network shows, and the subject of its rows."""
+LOST = (UnreadableError, FileNotFoundError)
+"""Where the checkpoint itself, or an earlier one, can't be read."""
 DRIFT = frozenset({"ntk_drift"})
 DIFFERENCES = frozenset({"weight_change", "weight_drift"}) | DRIFT
 """Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
@@ -227,21 +231,41 @@ class Session:
         """What was asked for that needs gradients, on the first inputs of the probe."""
         s, chosen = self.settings, self.chosen
         batch = network.on_device(first_inputs(each.batch, s.gradient_inputs))
-        if wants("ntk", chosen):
-            found = self._kernels(position, network, each)
-            yield from kernel_rows(found, chosen)
-            yield from unlabelled_rows(batch, chosen)
-            if position > 0 and self.past.positions(position) == (None, None):
-                places = {place_of(key) for _, key in found}
-                for place in sorted(places, key=str):
-                    yield from metrics.absent("Kernel", place, "across_break", DRIFT & chosen)
-        if wants("jacobian", chosen):
-            few = first_inputs(batch, s.jacobian_inputs)
-            yield from jacobian_rows(network, few, chosen, s.seed)
-        if wants("gradients", chosen):
-            yield from gradient_rows(network, batch, chosen, s.folds)
-        if wants("sensitivity", chosen):
-            yield from sensitivity_rows(network, batch, chosen)
+        few = first_inputs(batch, s.jacobian_inputs)
+        families = {
+            "ntk": self._kernel_rows(position, network, each, batch),
+            "jacobian": jacobian_rows(network, few, chosen, s.seed),
+            "gradients": gradient_rows(network, batch, chosen, s.folds),
+            "sensitivity": sensitivity_rows(network, batch, chosen),
+        }
+        for name, rows in families.items():
+            if wants(name, chosen):
+                yield from self._tried(name, rows, self.run.checkpoints[position].name)
+
+    def _tried(self, name: str, rows: Iterator[store.Row], at: str) -> Iterator[store.Row]:
+        """A family's rows; where it fails, null rows and a line that says why: what else was
+        measured of the checkpoint is kept."""
+        try:
+            yield from rows
+        except LOST:
+            raise
+        except Exception as error:
+            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            self.reporter.say(f"{self.run.name}/{at}: {name} not measured: {said}")
+            for kind in sorted(FAMILIES[name]):
+                place = metrics.Place("network", None, REPLAYED[kind])
+                yield from metrics.absent(kind, place, "failed", self.chosen)
+
+    def _kernel_rows(
+        self, position: int, network: Network, each: probe.Probe, batch: Batch
+    ) -> Iterator[store.Row]:
+        found = self._kernels(position, network, each)
+        yield from kernel_rows(found, self.chosen)
+        yield from unlabelled_rows(batch, self.chosen)
+        if position > 0 and self.past.positions(position) == (None, None):
+            places = {place_of(key) for _, key in found}
+            for place in sorted(places, key=str):
+                yield from metrics.absent("Kernel", place, "across_break", DRIFT & self.chosen)
 
     def _kernels(
         self, position: int, network: Network, each: probe.Probe
@@ -249,7 +273,7 @@ class Session:
         """The kernels of this checkpoint, with those of the previous and the first beside them."""
         own = self._kernels_at(position, network, each)
         previous, first = (
-            {} if earlier is None else self._kernels_at(earlier, network, each)
+            {} if earlier is None else self._earlier_kernels(earlier, network, each)
             for earlier in self.past.positions(position)
         )
         network.fill(self.run.checkpoints[position].open())
@@ -262,6 +286,17 @@ class Session:
             )
             for key, kernel in own.items()
         }
+
+    def _earlier_kernels(
+        self, position: int, network: Network, each: probe.Probe
+    ) -> dict[tuple[str, Hashable], Kernel]:
+        """Those of an earlier checkpoint: none where they can't be measured."""
+        try:
+            return self._kernels_at(position, network, each)
+        except LOST:
+            raise
+        except Exception:
+            return {}
 
     def _kernels_at(
         self, position: int, network: Network, each: probe.Probe
