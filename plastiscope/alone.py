@@ -6,7 +6,7 @@ Blocks may share a module: the n-th block is then its n-th call, if no other cal
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -18,7 +18,10 @@ Where = tuple[str, int | None]
 """A component's name and its block."""
 IN_ATTENTION = ("q", "k", "v")
 STREAM = ("residual1", "residual2")
-FUNCTIONS = ("activation",)
+FUNCTIONS: Mapping[str, type[nn.Module]] = {
+    "relu": nn.ReLU, "tanh": nn.Tanh, "sigmoid": nn.Sigmoid, "silu": nn.SiLU,
+}  # fmt: skip
+"""Activations that their name tells whole: a gelu may be the exact one or an approximation."""
 
 
 @dataclass(frozen=True)
@@ -38,20 +41,59 @@ class Alone:
 
 
 def components_alone(network: Network) -> Alone:
-    """Of every component that computes something (not the residual stream, a bias or a table)."""
+    """Of every component that computes something: not the residual stream, a bias or a table, and
+    of a mixture the experts as one."""
     known = _modules(network)
-    parts = [c for c in network.anatomy.components if is_part(c) and not c.embeds]
-    wanted = [c for c in parts if c.name not in STREAM]
-    obstacles = {id(c): _obstacle(c, parts, known) for c in wanted}
-    paths = {(c.name, c.block): c.path for c in wanted if obstacles[id(c)] is None}
-    reasons = {(c.name, c.block): reason for c in wanted if (reason := obstacles[id(c)])}
-    return Alone(_numbered(paths), reasons)
+    parts = [
+        replace(c, path=_own_path(c, network, known))
+        for c in network.anatomy.components
+        if is_part(c) and not c.embeds and plain_name(c.name) == c.name
+    ]
+    obstacles = {(c.name, c.block): _obstacle(c, parts, known) for c in parts}
+    paths = {(c.name, c.block): c.path for c in parts if obstacles[c.name, c.block] is None}
+    calls = _numbered(paths)
+    functions = _functions([c for c in parts if (c.name, c.block) not in calls], parts, calls)
+    left = {
+        key: reason
+        for key, reason in obstacles.items()
+        if reason and key not in functions and key[0] not in STREAM
+    }
+    return Alone({**calls, **functions}, left)
+
+
+def _own_path(c: Component, network: Network, known: Mapping[str, nn.Module]) -> str:
+    """A tied weight has the path of its first owner: of the component it's where the output is."""
+    assert network.live is not None
+    site = c.features
+    if not c.weights or site is None or site.op or site.port != "output":
+        return c.path
+    weight = dict(network.live.module.named_parameters()).get(c.weights[0].tensor)
+    mine = weight is not None and getattr(known.get(site.module), "weight", None) is weight
+    return site.module if mine else c.path
+
+
+def _functions(
+    some: Sequence[Component], parts: Sequence[Component], calls: Mapping[Where, Called]
+) -> dict[Where, Called]:
+    """Activations that are called as functions of a component's whole output."""
+    found: dict[Where, Called] = {}
+    for c in some:
+        before, function = c.pre_activation, FUNCTIONS.get(c.function or "")
+        if before is None or before.op or before.port != "output" or function is None:
+            continue
+        for o in parts:
+            called = calls.get((o.name, o.block))
+            if called and o.block == c.block and before == o.features and c.before_channels is None:
+                found[c.name, c.block] = replace(called, then=function())
+    return found
 
 
 def _obstacle(
     c: Component, parts: Sequence[Component], known: Mapping[str, nn.Module]
 ) -> str | None:
     """Why a component's module isn't the component and nothing else."""
+    if c.name in STREAM:
+        return "no_module_of_its_own"
     if c.name in IN_ATTENTION:
         return "part_of_attention"
     if c.features is None:
@@ -72,7 +114,7 @@ def _holds_more(c: Component, parts: Sequence[Component], module: nn.Module) -> 
     if not c.weights:
         before = c.pre_activation is not None and c.pre_activation.module == c.path
         return before or any(module.children()) or any(o.block == c.block for o in others)
-    beside = any(o.block == c.block and plain_name(o.name) not in FUNCTIONS for o in others)
+    beside = any(o.block == c.block and o.name != "activation" for o in others)
     inside = c.path + "." if c.path else ""
     return beside or any(o.path != c.path and o.path.startswith(inside) for o in parts)
 
@@ -108,13 +150,27 @@ def _shared_modules(
     for block in network.anatomy.attention:
         parts = [c for c in network.anatomy.components if c.block == block]
         path = _prefix([c.path for c in parts if names is None or c.name in names])
-        if any(c.input_axis for c in parts):
+        if not _inputs_first(parts, known.get(path), label):
             obstacles[label, block] = "inputs_not_told_apart"
         elif path not in known or path in taken:
             obstacles[label, block] = "no_module_of_its_own"
         else:
             paths[label, block] = path
     return Alone(_numbered(paths), obstacles)
+
+
+def _inputs_first(parts: Sequence[Component], module: nn.Module | None, label: str) -> bool:
+    """Whether what the module is given has the inputs along its first axis.
+
+    torch's attention puts them elsewhere for its output projection only: not the block's matter.
+    """
+    inner = label == "block" or (isinstance(module, nn.MultiheadAttention) and module.batch_first)
+    axes = {
+        c.input_axis
+        for c in parts
+        if c.features is not None and not (inner and c.name == "attention_output")
+    }
+    return axes == {0}
 
 
 def _prefix(paths: Sequence[str]) -> str:

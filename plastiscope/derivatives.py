@@ -138,6 +138,8 @@ def jacobian_rows(
     yield from _rows(found, "jacobian", chosen)
     for alone in (components_alone(network), blocks_alone(network)):
         yield from _absent(alone, found, "Jacobian", "jacobian", chosen)
+    if WHOLE not in found:
+        yield from absent("Jacobian", Place(*WHOLE, "jacobian"), "takes_ids", chosen)
 
 
 def jacobian_places(network: Network) -> dict[Hashable, Called]:

@@ -20,11 +20,13 @@ class Called:
     """A module by its path ("" is the network), and which of its calls in one forward pass.
 
     With `calls`, a module that is called another number of times isn't the one that was meant.
+    `then` is a function that the model calls on the module's output: it is meant, not the module.
     """
 
     path: str
     number: int = 0
     calls: int | None = None
+    then: nn.Module | None = None
 
 
 @dataclass(frozen=True)
@@ -38,11 +40,14 @@ class Capture:
     output: Tensor
 
     def again(self, x: Tensor) -> Tensor:
-        """The module's output for another x, everything else as it was."""
-        if self.arguments and isinstance(self.arguments[0], Tensor):
-            return first_tensor(self.module(x, *self.arguments[1:], **self.options))
-        name = _first_name(self.options)
-        return first_tensor(self.module(*self.arguments, **{**self.options, name: x}))
+        """The module's output for another x, wherever it was given; everything else as it was.
+
+        Attention is often given the same tensor three times.
+        """
+        given = _given(self.arguments, self.options)[0]
+        arguments = [x if a is given else a for a in self.arguments]
+        options = {name: x if a is given else a for name, a in self.options.items()}
+        return first_tensor(self.module(*arguments, **options))
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -53,8 +58,9 @@ def first_tensor(value: Any) -> Tensor:
     return first_tensor(next(iter(parts)))
 
 
-def _first_name(options: Mapping[str, Any]) -> str:
-    return next(name for name, value in options.items() if isinstance(value, Tensor))
+def _given(arguments: tuple[Any, ...], options: Mapping[str, Any]) -> list[Tensor]:
+    """The tensors among a module's first argument and its named ones."""
+    return [a for a in (*arguments[:1], *options.values()) if isinstance(a, Tensor)]
 
 
 def capture(
@@ -104,7 +110,7 @@ class _Keeper:
     def before(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        tensors = [a for a in (*arguments[:1], *options.values()) if isinstance(a, Tensor)]
+        tensors = _given(arguments, options)
         if self.seen == self.called.number and tensors and tensors[0].is_floating_point():
             self.x = tensors[0].detach().clone()
 
@@ -112,8 +118,12 @@ class _Keeper:
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
         if self.seen == self.called.number and self.x is not None:
-            result = first_tensor(output).detach().clone()
-            self.kept = Capture(module, self.x, arguments, options, result)
+            result, then = first_tensor(output).detach().clone(), self.called.then
+            self.kept = (
+                Capture(module, self.x, arguments, options, result)
+                if then is None
+                else Capture(then, result, (result,), {}, then(result))
+            )
         self.seen += 1
 
 

@@ -80,14 +80,29 @@ def observe_rate_of_change(
     Each input is paired with some others of the batch; with `other` (a second data set, as many
     inputs), with the one of the same index there.
     """
-    first = capture(module, forward, batch, paths)
+    first = _own(module, forward, batch, paths)
     if other is None:
-        return {key: _paired(c.x, c.output, "own") for key, c in first.items()}
-    second = capture(module, forward, other, paths)
+        return {key: _paired(x, fx, "own") for key, (x, fx) in first.items()}
+    second = _own(module, forward, other, paths)
     return {
-        key: _across(c.x, second[key].x, c.output, second[key].output, "own")
-        for key, c in first.items()
+        key: _across(x, second[key][0], fx, second[key][1], "own")
+        for key, (x, fx) in first.items()
         if key in second
+    }
+
+
+def _own(
+    module: nn.Module,
+    forward: Callable[[Batch], Tensor],
+    batch: Batch,
+    paths: Mapping[Hashable, str | Called],
+) -> dict[Hashable, tuple[Tensor, Tensor]]:
+    """What each module is given and gives, [B, ...]; tokens as rows [B*T, d] are put together."""
+    count = len(batch["inputs"])
+    return {
+        key: (c.x.reshape(count, -1), c.output.reshape(count, -1))
+        for key, c in capture(module, forward, batch, paths).items()
+        if len(c.x) % count == len(c.output) % count == 0
     }
 
 

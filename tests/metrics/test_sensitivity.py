@@ -8,6 +8,7 @@ from torch import nn
 
 from plastiscope.metrics import Place, measure
 from plastiscope.observations import (
+    Called,
     OptimizerState,
     TaskAccuracies,
     UnitGradientSums,
@@ -63,6 +64,22 @@ def test_own_inputs_and_embedding_inputs_are_two_metrics():
         found = one(fed[key], "rate_of_change_embedding").value
         assert found == pytest.approx(np.mean(ratios), rel=1e-9), key
         assert found != pytest.approx(one(own[key], "rate_of_change").value, rel=0.01), key
+
+
+def test_attention_that_is_given_its_input_three_times_is_fed_it_three_times():
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(6, 2, 8, batch_first=True).double().eval()
+    net = nn.Sequential(nn.Linear(5, 6).double(), layer, layer).requires_grad_(False)
+    batch = {"inputs": torch.randn(5, 4, 5).double()}
+    found = observe_rate_of_change_embedding(
+        net, lambda b: net(b["inputs"]), batch, {0: Called("1.self_attn", 1, 2)}, Called("1", 0, 2)
+    )[0]
+    x = net[0](batch["inputs"])
+    fx = layer.self_attn(x, x, x)[0]
+    ratios = [
+        float((fx[i] - fx[j]).norm() / (x[i] - x[j]).norm()) for i in range(5) for j in range(i)
+    ]
+    assert one(found, "rate_of_change_embedding").value == pytest.approx(np.mean(ratios))
 
 
 def test_two_data_sets_are_paired_by_index():
