@@ -175,7 +175,12 @@ class replacing:  # noqa: N801
             mask = os.umask(0)
             os.umask(mask)
             self.partial.chmod(0o666 & ~mask)
-            self.partial.replace(self.file)
+            try:
+                self.partial.replace(self.file)
+            except OSError as error:
+                self.partial.unlink(missing_ok=True)
+                why = error.strerror
+                raise UsageError(f"can't write {self.file}: {why}: choose another") from error
         else:
             self.partial.unlink(missing_ok=True)
 

@@ -28,6 +28,14 @@ def put(out: Path, rows: list[Row], key: str = "k", **fields: Any) -> Path:
     return file
 
 
+def test_a_folder_in_the_file_s_place_is_one_clear_line(tmp_path: Path) -> None:
+    (tmp_path / "to").mkdir()
+    said = pytest.raises(UsageError, match=r"can't write .*to: Is a directory")
+    with said, store.replacing(tmp_path / "to") as partial:
+        partial.write_text("x")
+    assert [path.name for path in tmp_path.iterdir()] == ["to"]
+
+
 def test_rows_come_back_as_written(tmp_path: Path) -> None:
     row = Row("effective_rank", "weight", 2.5, "q", 3, 1, rows=8, columns=4, maximum=4.0)
     put(tmp_path, [row])
