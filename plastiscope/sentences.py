@@ -31,6 +31,13 @@ REASONS = {
     "zero_matrix": "the matrix is all zeros",
     "layer_dead": "the whole layer is silent",
     "failed": "measuring it failed, as the run's output says",
+    "part_of_attention": "measured with its attention",
+    "no_module_of_its_own": "no module computes it and nothing else",
+    "called_otherwise": "its module isn't called, or is called for something else too",
+    "takes_ids": "its input is ids, which don't change by little",
+    "output_not_seen": "where its output lies isn't known",
+    "inputs_not_told_apart": "which rows belong to which input isn't known",
+    "embedding_does_not_fit": "it can't be fed the embedding's output",
 }
 """Why a row has no value, by its status."""
 
