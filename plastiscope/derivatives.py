@@ -270,19 +270,22 @@ def gradient_rows(
     seen = _gradients_at(network, batch, {i: c.features for i, c in activations.items()})
     for i, place in places.items():
         gradient = seen.get(i)
-        if gradient is None or len(gradient) % len(batch["inputs"]):
+        if gradient is None:
             yield from absent("UnitGradients", place, "no_gradient", chosen)
             continue
-        if activations[i].input_axis < 0:
-            yield from absent("UnitGradients", place, "inputs_not_told_apart", chosen)
-            continue
-        if gradient.ndim > 2:
+        if activations[i].input_axis >= 0 and gradient.ndim > 2:
             axes = (activations[i].input_axis, activations[i].channel_axis)
             gradient = gradient.movedim(axes, (0, -1))
+        if activations[i].input_axis < 0 or len(gradient) % len(batch["inputs"]):
+            yield from absent("UnitGradients", place, "inputs_not_told_apart", chosen)
+            continue
         per_input = gradient.reshape(len(batch["inputs"]), -1, gradient.shape[-1])
         fold = torch.arange(len(per_input)) % folds
+        counted = torch.ones(per_input.shape[:2], dtype=torch.bool)
+        if "mask" in batch and batch["mask"].shape == counted.shape:
+            counted = batch["mask"].bool().cpu()
         sums = UnitGradientSums(folds)
-        sums.add(per_input.flatten(0, 1), fold.repeat_interleave(per_input.shape[1]))
+        sums.add(per_input[counted.to(per_input.device)], fold.repeat_interleave(counted.sum(1)))
         yield from measure(sums.finish(), place, chosen)
 
 
