@@ -266,10 +266,12 @@ def _rolled(module: nn.Module, forward: Forward, few: Batch, inputs: int) -> _Wa
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    scale = float(b.abs().max()) if b.numel() else 0.0
+    scale = float(b.abs().nan_to_num(posinf=0.0).max()) if b.numel() else 0.0
     # A half-precision product depends on the batch's size in its last digits.
     close = max(1e-4, 8 * torch.finfo(b.dtype).eps) if b.is_floating_point() else 1e-4
-    return bool(torch.allclose(a.double(), b.double(), rtol=1e-3, atol=close * scale))
+    return bool(
+        torch.allclose(a.double(), b.double(), rtol=1e-3, atol=close * scale, equal_nan=True)
+    )
 
 
 def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, int], int]:
