@@ -296,6 +296,7 @@ class Session:
         except LOST:
             raise
         except Exception:
+            # Its own measurement has said why; here it costs the drift alone.
             return {}
 
     def _kernels_at(
