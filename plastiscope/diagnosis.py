@@ -16,9 +16,8 @@ import pandas as pd
 SERIES = ["block", "component", "head", "tokens", "subject", "metric", "parameters", "probe"]
 ENOUGH_CHECKPOINTS = 4
 SIGNIFICANT = 3.0
-STEADY = 0.4
-"""Kendall's tau above which a series is a trend. Flat, then worse at the last two of eight
-checkpoints gives 0.46; a jump at the last one alone 2/n, no trend from five checkpoints on."""
+STEADY = 0.5
+"""Kendall's tau from which a series is a trend."""
 
 
 @dataclass(frozen=True)
@@ -296,4 +295,4 @@ def shortfall(sign: Sign, movement: Movement) -> str:
     moved = abs(movement.last - movement.first)
     if movement.error is not None and moved < SIGNIFICANT * movement.error:
         return f"under {SIGNIFICANT:g} standard errors"
-    return "" if movement.trend * sign.worse > STEADY else "not steady"
+    return "" if movement.trend * sign.worse >= STEADY else "not steady"
