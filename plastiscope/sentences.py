@@ -116,8 +116,8 @@ def rule() -> str:
         f"{_percent(exp(least['weights']) - 1)}, attention entropy down by "
         f"{_percent(1 - exp(-least['attention']))}, {100 * least['units']:.0f} more points of "
         f"dormant units), at least {SIGNIFICANT:g} standard errors, and steady (Kendall's tau "
-        f"{STEADY:g} or more against time). A sign is present when {_percent(SIGNS[0].share)} of its "
-        "series moved. Losing plasticity takes lost rank or dormant units and a second kind of "
+        f"{STEADY:g} or more against time). A sign is present when {_percent(SIGNS[0].share)} of "
+        "its series moved. Losing plasticity takes lost rank or dormant units and a second kind of "
         "sign beside it; weights grow and attention narrows in healthy training too. Fewer than "
         f"{ENOUGH_CHECKPOINTS} comparable checkpoints are not enough evidence."
     )
