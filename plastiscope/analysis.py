@@ -89,11 +89,14 @@ def analyze(
     paths: Iterable[str | Path] | str | Path,
     settings: Settings | None = None,
     reporter: Reporter | None = None,
+    *,
+    retry: bool = True,
 ) -> Analysis:
     """Measure every checkpoint of the runs found at `paths`; write OUT/metrics/RUN/*.parquet.
 
-    A checkpoint whose rows are there already, for the same content, probe and settings, isn't
-    measured again. One unreadable checkpoint doesn't stop the others, unless `settings.strict`.
+    A checkpoint whose rows are there already, for the same content, probe, settings and version,
+    isn't measured again; with `retry` what failed of it is, and nothing else. One unreadable
+    checkpoint doesn't stop the others, unless `settings.strict`.
 
     Raises UsageError (no such path, an option that fits nothing), UnreadableError (no checkpoint
     could be read), NotEnoughEvidenceError (nothing was measured).
@@ -104,7 +107,7 @@ def analyze(
     runs = find_runs([paths] if isinstance(paths, (str, Path)) else paths, settings)
     chosen = choose_metrics(settings)
     analysis = Analysis(
-        settings.out, tuple(_analyze_run(run, settings, chosen, reporter) for run in runs)
+        settings.out, tuple(_analyze_run(run, settings, chosen, reporter, retry) for run in runs)
     )
     if not any(analyzed.files for analyzed in analysis.runs):
         empty = [why for analyzed in analysis.runs for why in analyzed.empty.values()]
@@ -178,10 +181,10 @@ def _expanded(names: Iterable[str]) -> frozenset[str]:
 
 
 def _analyze_run(
-    run: Run, settings: Settings, chosen: frozenset[str], reporter: Reporter
+    run: Run, settings: Settings, chosen: frozenset[str], reporter: Reporter, retry: bool
 ) -> Analyzed:
     refuse_mixing(settings.out, run)
-    session = Session(run, settings, chosen, reporter)
+    session = Session(run, settings, chosen, reporter, retry)
     recorded = write_recorded(settings.out, run)
     for line in (
         *run.notes,

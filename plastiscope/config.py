@@ -28,6 +28,7 @@ LEAST = {
     "batch_size": 1,
     "gradient_inputs": 2,
     "jacobian_inputs": 1,
+    "sensitivity_pairs": 2,
     "every": 1,
     "seed": 0,
 }
@@ -42,9 +43,11 @@ class Settings:
     `folds` parts of the probe give the jackknife standard errors; `probe_inputs` is the size of a
     synthetic probe; `probe_rows` bounds the rows of a feature matrix, spread evenly over the
     inputs; `batch_size` inputs go through the network at once. `gradient_inputs` of the probe are
-    used for the tangent kernel and the sensitivity, `jacobian_inputs` for Jacobians. `kernel` names
-    the functions whose gradients make the tangent kernel: mean_logit, loss, logits (each logit by
-    itself, or 16 seeded projections of more).
+    used for the tangent kernel and the sensitivity, `jacobian_inputs` for Jacobians. With a
+    `second_probe` the sensitivity pairs each input of the probe with the one of the same index
+    there, `sensitivity_pairs` of them at most. `kernel` names the functions whose gradients make
+    the tangent kernel: mean_logit, loss, logits (each logit by itself, or 16 seeded projections of
+    more).
     """
 
     out: Path = Path("plastiscope-out")
@@ -59,6 +62,8 @@ class Settings:
     batch_size: int = 32
     gradient_inputs: int = 32
     jacobian_inputs: int = 4
+    second_probe: str | None = None
+    sensitivity_pairs: int = 1024
     kernel: tuple[str, ...] = ("mean_logit",)
     folds: int = 8
     seed: int = 0

@@ -42,6 +42,9 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
+VERSION = 2
+"""Of the measures on request. Raise it with every change after which the same network gives other
+kernels, Jacobians, rates of change or gradients, or gives them for other components."""
 NORMS = ("norm1", "norm2", "final_norm", "norm")
 LINEARS = ("fc1", "fc2", "gate", "fc", "head")
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})

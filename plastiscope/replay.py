@@ -32,6 +32,9 @@ from .models.live import Batch, Live
 from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
 from .store import Row
 
+VERSION = 2
+"""Of what is reduced from a replay. Raise it with every change after which the same components give
+other observations: which rows, tokens, experts and folds count, and how they are summed."""
 PROJECTIONS = ("q", "k", "v")
 
 

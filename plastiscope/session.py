@@ -2,99 +2,100 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.metadata
 import platform
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import metrics, probe, store
+from . import keys, metrics, probe, store
 from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .costs import costs
-from .derivatives import (
-    FAMILIES,
-    first_inputs,
-    gradient_rows,
-    jacobian_rows,
-    kernel_rows,
-    kernels,
-    place_of,
-    sensitivity_rows,
-    unlabelled_rows,
-    wants,
-)
+from .derivatives import wants
 from .errors import NotEnoughEvidenceError, UnreadableError
-from .models.live import Batch
 from .network import Network, counted_entries, label, open_network, signature
 from .observations import Coverage
-from .observations.kernel import Kernel
-from .optimizer import optimizer_rows
 from .past import Past
-from .probe.find import beside
 from .replay import Replay, Sampling
 from .reporter import Reporter
+from .requested import SUBJECTS, Part, Requested, Which, is_of
 from .weigh import Earlier, Scales
 
 ON_REQUEST = ("ntk", "jacobian", "sensitivity")
 """Families of metrics whose cost is told where they aren't measured."""
 REPLAYED = {
     "Features": "feature", "Units": "unit", "Attention": "attention", "Outputs": "output",
-    "Kernel": "ntk", "Jacobian": "jacobian", "RateOfChange": "sensitivity",
-    "ChangeBound": "sensitivity", "UnitGradients": "gradient", "OptimizerState": "optimizer",
+    **SUBJECTS,
 }  # fmt: skip
 """What only a live network shows, and the subject of its rows."""
-LOST = (UnreadableError, FileNotFoundError)
-"""Where the checkpoint itself, or an earlier one, can't be read."""
-DRIFT = frozenset({"ntk_drift"})
-DIFFERENCES = frozenset({"weight_change", "weight_drift"}) | DRIFT
-"""Metrics that compare a checkpoint with an earlier one, and so depend on that one's content."""
 
 
 class Session:
     """The state of one run's analysis: networks by architecture, what was written, what failed."""
 
     def __init__(
-        self, run: Run, settings: Settings, chosen: frozenset[str], reporter: Reporter
+        self,
+        run: Run,
+        settings: Settings,
+        chosen: frozenset[str],
+        reporter: Reporter,
+        retry: bool = True,
     ) -> None:
         self.run, self.settings, self.chosen, self.reporter = run, settings, chosen, reporter
+        self.retry = retry
         self.networks: dict[str, Network] = {}
         self.costs: dict[int, dict[str, float]] = {}
-        self.kernels: dict[tuple[str, str], dict[tuple[str, Hashable], Kernel]] = {}
         self.files: list[Path] = []
         self.failed: dict[str, str] = {}
         self.empty: dict[str, str] = {}
         self.measured = 0
-        self.told = False
+        self.told: set[str] = set()
         self.past = Past(run)
-        self.sources = sources(run.path, settings)
+        self.requested = Requested(run, settings, chosen, self.past, reporter.say)
+        self.sources = keys.sources(run.path, settings)
+        self.versions = keys.versions(chosen)
 
     def measure(self, position: int, checkpoint: Checkpoint) -> None:
-        """Measure a checkpoint unless its rows are there; note a failure and go on."""
+        """Measure a checkpoint unless its rows are there, and of those what failed; note a failure
+        and go on."""
         file = store.checkpoint_file(self.settings.out, self.run.name, checkpoint.name)
-        key = self._key(position, checkpoint)
-        resumed = store.is_finished(file, key)
-        if not resumed:
-            try:
-                self._write(position, checkpoint, file, key)
-            except NotEnoughEvidenceError as error:
-                self.empty[checkpoint.name] = str(error)
-                self.reporter.say(str(error))
-                return
-            except FileNotFoundError:
-                self._fail(checkpoint, UnreadableError("deleted while the run was analyzed"))
-                return
-            except UnreadableError as error:
-                self._fail(checkpoint, error)
-                return
-            self.measured += 1
+        try:
+            written = self._update(position, checkpoint, file)
+        except NotEnoughEvidenceError as error:
+            self.empty[checkpoint.name] = str(error)
+            self.reporter.say(str(error))
+            return
+        except FileNotFoundError:
+            self._fail(checkpoint, UnreadableError("deleted while the run was analyzed"))
+            return
+        except UnreadableError as error:
+            self._fail(checkpoint, error)
+            return
+        self.measured += written
         self.files.append(file)
-        self.reporter.advance(checkpoint.name, checkpoint.step, resumed)
+        self.reporter.advance(checkpoint.name, checkpoint.step, not written)
+
+    def _update(self, position: int, checkpoint: Checkpoint, file: Path) -> bool:
+        """Write what the file lacks; whether anything was written. What it holds stays until the
+        new rows are whole."""
+        key = keys.content(self.past, position, self.settings, self.chosen, self.sources)
+        if store.is_finished(file, key, self.versions):
+            failed = [tuple(which) for which in store.read_facts(file).get("failed", [])]
+            return bool(failed and self.retry) and self._retry(position, checkpoint, file, failed)
+        if changed := store.outdated(file, self.versions):
+            self._tell_once(f"measured by an earlier version ({changed}); measuring again")
+        self._write(position, checkpoint, file, key)
+        return True
+
+    def _tell_once(self, line: str) -> None:
+        if line not in self.told:
+            self.told.add(line)
+            self.reporter.say(f"{self.run.name}: {line}")
 
     def _fail(self, checkpoint: Checkpoint, error: UnreadableError) -> None:
         if self.settings.strict:
@@ -102,46 +103,19 @@ class Session:
         self.failed[checkpoint.name] = str(error)
         self.reporter.say(f"{self.run.name}/{checkpoint.name}: {error}")
 
-    def _key(self, position: int, checkpoint: Checkpoint) -> str:
-        """Everything that this checkpoint's rows depend on."""
-        s = self.settings
-        earlier = [c.fingerprint for c in self.past.earlier(position) if c is not None]
-        return store.content_key(
-            schema=store.SCHEMA_VERSION,
-            checkpoint=[checkpoint.name, checkpoint.fingerprint, checkpoint.step, checkpoint.task],
-            breaks=[[b.checkpoint, *b.tensors] for b in self.past.before(position)],
-            earlier=earlier if self.chosen & DIFFERENCES else [],
-            sources=self.sources,
-            metrics={n: v for n, v in metrics.metric_versions().items() if n in self.chosen},
-            settings=[
-                s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
-                s.weights, s.prefix, s.base, s.rename, s.families, s.allow_partial,
-                s.gradient_inputs, s.jacobian_inputs, s.kernel,
-            ],
-        )  # fmt: skip
-
     def _write(self, position: int, checkpoint: Checkpoint, file: Path, key: str) -> None:
         started = time.perf_counter()
         state = checkpoint.open()
         network = self._network(state)
-        segments = self.past.segments(position, network)
-        rows = [
-            replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
-            for row in self._rows(position, state, network)
-        ]
+        rows, parts = self._rows(position, state, network), list[Part]()
+        if network.live is not None:
+            parts += self.requested.parts(position, network, state)
+            rows += [row for part in parts for row in part.rows]
         if all(row.status == "no_model" for row in rows):
             raise NotEnoughEvidenceError(
                 f"{self.run.name}/{checkpoint.name}: nothing to measure: {len(state.tensors)} "
                 f"tensors, none that the chosen metrics apply to"
             )
-        common = {
-            "run": self.run.name,
-            "checkpoint": checkpoint.name,
-            "step": checkpoint.step,
-            "task": checkpoint.task,
-            "branch": state.branch,
-            "checkpoint_fingerprint": checkpoint.fingerprint,
-        }
         facts = {
             **network.facts(),
             "source": str(self.run.path),
@@ -158,17 +132,60 @@ class Session:
             "environment": _environment(),
             "costs": self._costs(network),
             "seconds": round(time.perf_counter() - started, 3),
+            "failed": [part.which for part in parts if part.failed],
         }
-        store.write(file, rows, common, key, facts)
+        rows = self._placed(position, network, rows)
+        store.write(file, rows, self._common(checkpoint, state), key, facts, self.versions)
+
+    def _retry(
+        self, position: int, checkpoint: Checkpoint, file: Path, failed: Sequence[Which]
+    ) -> bool:
+        """Measure again the families that failed; whether any came out. All else is kept."""
+        state = checkpoint.open()
+        network = self._network(state)
+        if network.live is None:
+            return False
+        network.fill(state)
+        parts = self.requested.parts(position, network, state, failed)
+        mended = [part for part in parts if not part.failed]
+        if not mended:
+            return False
+        done = {part.which for part in mended}
+        kept = [r for r in store.read_rows(file) if not any(is_of(r, which) for which in done)]
+        new = self._placed(position, network, [row for part in mended for row in part.rows])
+        facts = store.read_facts(file) | {"failed": [w for w in failed if w not in done]}
+        key = store.read_key(file)
+        common = self._common(checkpoint, state)
+        store.write(file, [*kept, *new], common, key, facts, self.versions)
+        return True
+
+    def _placed(
+        self, position: int, network: Network, rows: Sequence[store.Row]
+    ) -> list[store.Row]:
+        """The rows with the segment of the sequence that each belongs to."""
+        segments = self.past.segments(position, network)
+        return [
+            replace(row, segment=segments.get((row.component, row.block), segments[None, None]))
+            for row in rows
+        ]
+
+    def _common(self, checkpoint: Checkpoint, state: State) -> dict[str, Any]:
+        return {
+            "run": self.run.name,
+            "checkpoint": checkpoint.name,
+            "step": checkpoint.step,
+            "task": checkpoint.task,
+            "branch": state.branch,
+            "checkpoint_fingerprint": checkpoint.fingerprint,
+        }
 
     def _first(self, position: int, file: Path) -> str | None:
         """The checkpoint that drift is taken from; says so when it was another one before."""
         _, first = self.past.earlier(position)
         before = store.read_facts(file).get("first") if file.exists() else None
         now = None if first is None else first.name
-        if None not in (before, now) and now != before and not self.told:
-            self.told = True
-            self.reporter.say(f"{self.run.name}: drift is from {now} now, and was from {before}")
+        if None not in (before, now) and now != before:
+            self._tell_once(f"drift is from {now} now, and was from {before}")
         return now
 
     def _costs(self, network: Network) -> dict[str, float]:
@@ -191,28 +208,24 @@ class Session:
                 self.reporter.say(f"{self.run.name}: {line}")
         return self.networks[name]
 
-    def _rows(self, position: int, state: State, network: Network) -> Iterator[store.Row]:
+    def _rows(self, position: int, state: State, network: Network) -> list[store.Row]:
+        """Of the weights and, with a live network, of a replay of each probe."""
         scales = Scales(
             network.reader(state),
             lambda name: network.counted_name(state, name),
             self.chosen,
-            self.past.readers(position, network) if self.chosen & DIFFERENCES else Earlier(),
+            self.past.readers(position, network) if self.chosen & keys.DIFFERENCES else Earlier(),
         )
-        yield from scales.weigh(network.anatomy)
+        rows = scales.weigh(network.anatomy)
         seen, outputs = network.observed()
         found = Coverage(scales.entries(), counted_entries(state), seen, outputs)
-        place = metrics.Place("network", None, "network")
-        yield from metrics.measure(found, place, self.chosen)
+        rows += metrics.measure(found, metrics.Place("network", None, "network"), self.chosen)
         if network.live is None:
-            yield from _unreplayed(self.chosen)
-            return
+            return [*rows, *_unreplayed(self.chosen)]
         network.fill(state)
         for each in network.probes:
-            yield from self._replayed(network, each)
-            for row in self._derived(position, network, each):
-                yield replace(row, probe=label(each))
-        if wants("optimizer", self.chosen):
-            yield from optimizer_rows(network, state, self.chosen)
+            rows += self._replayed(network, each)
+        return rows
 
     def _replayed(self, network: Network, each: probe.Probe) -> list[store.Row]:
         assert network.live is not None
@@ -226,89 +239,6 @@ class Session:
             place = metrics.Place("head", None, "output")
             rows += metrics.absent("Outputs", place, "no_labels", self.chosen)
         return [replace(row, probe=label(each)) for row in rows]
-
-    def _derived(self, position: int, network: Network, each: probe.Probe) -> Iterator[store.Row]:
-        """What was asked for that needs gradients, on the first inputs of the probe."""
-        s, chosen = self.settings, self.chosen
-        batch = network.on_device(first_inputs(each.batch, s.gradient_inputs))
-        few = first_inputs(batch, s.jacobian_inputs)
-        families = {
-            "ntk": self._kernel_rows(position, network, each, batch),
-            "jacobian": jacobian_rows(network, few, chosen, s.seed),
-            "gradients": gradient_rows(network, batch, chosen, s.folds),
-            "sensitivity": sensitivity_rows(network, batch, chosen),
-        }
-        for name, rows in families.items():
-            if wants(name, chosen):
-                yield from self._tried(name, rows, self.run.checkpoints[position].name)
-
-    def _tried(self, name: str, rows: Iterator[store.Row], at: str) -> Iterator[store.Row]:
-        """A family's rows; where it fails, null rows and a line that says why: what else was
-        measured of the checkpoint is kept."""
-        try:
-            yield from rows
-        except LOST:
-            raise
-        except Exception as error:
-            said = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            self.reporter.say(f"{self.run.name}/{at}: {name} not measured: {said}")
-            for kind in sorted(FAMILIES[name]):
-                place = metrics.Place("network", None, REPLAYED[kind])
-                yield from metrics.absent(kind, place, "failed", self.chosen)
-
-    def _kernel_rows(
-        self, position: int, network: Network, each: probe.Probe, batch: Batch
-    ) -> Iterator[store.Row]:
-        found = self._kernels(position, network, each)
-        yield from kernel_rows(found, self.chosen)
-        yield from unlabelled_rows(batch, self.chosen)
-        if position > 0 and self.past.positions(position) == (None, None):
-            places = {place_of(key) for _, key in found}
-            for place in sorted(places, key=str):
-                yield from metrics.absent("Kernel", place, "across_break", DRIFT & self.chosen)
-
-    def _kernels(
-        self, position: int, network: Network, each: probe.Probe
-    ) -> dict[tuple[str, Hashable], Kernel]:
-        """The kernels of this checkpoint, with those of the previous and the first beside them."""
-        own = self._kernels_at(position, network, each)
-        previous, first = (
-            {} if earlier is None else self._earlier_kernels(earlier, network, each)
-            for earlier in self.past.positions(position)
-        )
-        network.fill(self.run.checkpoints[position].open())
-        return {
-            key: replace(
-                kernel,
-                first=first[key].gram if key in first else None,
-                previous=previous[key].gram if key in previous else None,
-                folds=self.settings.folds,
-            )
-            for key, kernel in own.items()
-        }
-
-    def _earlier_kernels(
-        self, position: int, network: Network, each: probe.Probe
-    ) -> dict[tuple[str, Hashable], Kernel]:
-        """Those of an earlier checkpoint: none where they can't be measured."""
-        try:
-            return self._kernels_at(position, network, each)
-        except LOST:
-            raise
-        except Exception:
-            # Its own measurement has said why; here it costs the drift alone.
-            return {}
-
-    def _kernels_at(
-        self, position: int, network: Network, each: probe.Probe
-    ) -> dict[tuple[str, Hashable], Kernel]:
-        key = (self.run.checkpoints[position].fingerprint, each.fingerprint)
-        if key not in self.kernels:
-            network.fill(self.run.checkpoints[position].open())
-            batch = network.on_device(first_inputs(each.batch, self.settings.gradient_inputs))
-            s = self.settings
-            self.kernels[key] = kernels(network, batch, self.chosen, s.kernel, s.seed)
-        return self.kernels[key]
 
 
 def _unreplayed(chosen: frozenset[str]) -> Iterator[store.Row]:
@@ -325,21 +255,3 @@ def _environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
     }
-
-
-def sources(run_path: str | Path, settings: Settings) -> dict[str, str]:
-    """A digest of every file, beside the checkpoints, that the rows depend on: the probe, the
-    user's model and families; of a folder the names, sizes and times of its files."""
-    named = [settings.probe, (settings.model or "").rpartition(":")[0], *settings.families]
-    files = [Path(n) for n in named if n and Path(n).exists()]
-    if settings.probe is None:
-        files += beside(run_path)
-    return {str(i): _digest(file) for i, file in enumerate(files)}
-
-
-def _digest(path: Path) -> str:
-    if path.is_dir():
-        found = sorted(p for p in path.rglob("*") if p.is_file())
-        stats = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in found]
-        return store.content_key(folder=stats)
-    return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()

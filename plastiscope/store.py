@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -24,6 +22,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from .errors import NotEnoughEvidenceError, UnreadableError, UsageError
+from .replacing import replacing as replacing
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _KEY = b"plastiscope.key"
 _FACTS = b"plastiscope.facts"
+_VERSIONS = b"plastiscope.versions"
 
 
 @dataclass(frozen=True)
@@ -114,21 +114,57 @@ def _safe(name: str) -> str:
     return f"{plain[:100]}-{hashlib.blake2b(name.encode(), digest_size=4).hexdigest()}"
 
 
-def is_finished(file: Path, key: str) -> bool:
-    """Whether the file holds the rows of exactly this key."""
+def is_finished(file: Path, key: str, versions: Mapping[str, int] | None = None) -> bool:
+    """Whether the file holds the rows of exactly this key, measured by these versions."""
+    found = _metadata(file)
+    return found.get(_KEY) == key.encode() and _versions(found) == (versions or {})
+
+
+def outdated(file: Path, versions: Mapping[str, int]) -> str:
+    """What has another version than when the file was written ("anatomy, srank and 3 more"), empty
+    where nothing has or there is no such file."""
+    found = _metadata(file)
+    if not found:
+        return ""
+    if _VERSIONS not in found:
+        return "its number wasn't kept"
+    before = _versions(found)
+    changed = [name for name, now in versions.items() if before.get(name, now) != now]
+    more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+    return ", ".join(changed[:3]) + more
+
+
+def _metadata(file: Path) -> dict[bytes, bytes]:
+    """A table's own metadata; empty where there is no such table."""
     try:
-        return (pq.read_schema(file).metadata or {}).get(_KEY) == key.encode()
+        return dict(pq.read_schema(file).metadata or {})
     except (OSError, pa.ArrowInvalid):
-        return False
+        return {}
+
+
+def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:
+    found: dict[str, int] = json.loads(metadata.get(_VERSIONS, b"{}"))
+    return found
+
+
+def read_key(file: Path) -> str:
+    """The key that the file's rows depend on."""
+    return _metadata(file)[_KEY].decode()
 
 
 def write(
-    file: Path, rows: Sequence[Row], common: Mapping[str, Any], key: str, facts: Mapping[str, Any]
+    file: Path,
+    rows: Sequence[Row],
+    common: Mapping[str, Any],
+    key: str,
+    facts: Mapping[str, Any],
+    versions: Mapping[str, int] | None = None,
 ) -> None:
-    """Write a checkpoint's rows atomically.
+    """Write a checkpoint's rows atomically: what the file held before stays until they are whole.
 
     `common` fills the columns that every row shares (run, checkpoint, step, ...); `facts` are kept
-    as JSON in the file's metadata (assumptions, notes, coverage, versions).
+    as JSON in the file's metadata (assumptions, notes, coverage), `versions` are those of the code
+    that measured.
     """
     names = [f.name for f in fields(Row)]
     columns = {name: [getattr(row, name) for row in rows] for name in names}
@@ -139,6 +175,7 @@ def write(
         [_column(columns[field.name], field.type) for field in SCHEMA], schema=SCHEMA
     )
     metadata = {_KEY: key.encode(), _FACTS: json.dumps(facts, sort_keys=True).encode()}
+    metadata[_VERSIONS] = json.dumps(versions or {}, sort_keys=True).encode()
     metadata[b"plastiscope.schema"] = str(SCHEMA_VERSION).encode()
     table = table.replace_schema_metadata(metadata)
     with replacing(file) as partial:
@@ -149,40 +186,6 @@ def _column(values: list[Any], kind: pa.DataType) -> pa.Array:
     if kind == _TEXT:
         return pa.array(values, pa.string()).dictionary_encode()
     return pa.array(values, kind)
-
-
-class replacing:  # noqa: N801
-    """Context manager: gives a temporary path beside `file`, which replaces it on success."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __enter__(self) -> Path:
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            handle, name = tempfile.mkstemp(
-                prefix=".", suffix=self.file.suffix, dir=self.file.parent
-            )
-        except OSError as error:
-            where = self.file.parent
-            raise UsageError(f"can't write in {where}: {error.strerror}: choose another") from error
-        os.close(handle)
-        self.partial = Path(name)
-        return self.partial
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None:
-            mask = os.umask(0)
-            os.umask(mask)
-            self.partial.chmod(0o666 & ~mask)
-            try:
-                self.partial.replace(self.file)
-            except OSError as error:
-                self.partial.unlink(missing_ok=True)
-                why = error.strerror
-                raise UsageError(f"can't write {self.file}: {why}: choose another") from error
-        else:
-            self.partial.unlink(missing_ok=True)
 
 
 def metric_files(out: Path) -> list[Path]:
@@ -290,8 +293,13 @@ def _frame(table: pa.Table) -> pd.DataFrame:
     return frame.sort_values(order, kind="stable", ignore_index=True) if order else frame
 
 
+def read_rows(file: Path) -> list[Row]:
+    """The rows as they were written. Raises UnreadableError for a file that isn't one of ours."""
+    names = [f.name for f in fields(Row)]
+    return [Row(**row) for row in _read_table(file, names).to_pylist()]
+
+
 def read_facts(file: Path) -> dict[str, Any]:
     """The facts stored beside a checkpoint's rows; empty when there are none."""
-    metadata = pq.read_schema(file).metadata or {}
-    facts: dict[str, Any] = json.loads(metadata.get(_FACTS, b"{}"))
+    facts: dict[str, Any] = json.loads(_metadata(file).get(_FACTS, b"{}"))
     return facts

@@ -140,6 +140,7 @@ class _Watcher:
         self.said: set[str] = set()
         self.run = ""
         self.resumed: tuple[str, int] | None = None
+        self.retry = True
         self.judged = False
         self.worst = PASSED
         self.latest = NOT_ENOUGH_EVIDENCE
@@ -163,7 +164,7 @@ class _Watcher:
         settings = self.watch.settings
         settings = replace(settings, exclude=(*settings.exclude, *patterns))
         try:
-            analysis = analyze(self.watch.run.absolute(), settings, self)
+            analysis = analyze(self.watch.run.absolute(), settings, self, retry=self.retry)
         except OSError as error:
             # A checkpoint may be deleted or replaced at any moment; the next look sees what is.
             self.note(f"waiting: {error}")
@@ -173,6 +174,8 @@ class _Watcher:
             self.measured = whole
             return
         self.measured = whole
+        # What failed was tried again: the next time is when its checkpoint changes, or a restart.
+        self.retry = False
         for line in analysis.failures:
             self.note(f"not measured: {line}")
         for analyzed in analysis.runs:

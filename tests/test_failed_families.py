@@ -55,7 +55,7 @@ def test_a_kernel_that_is_not_defined_loses_nothing_else(tmp_path: Path) -> None
     for step in (0, 1):
         at = table[table["step"] == step]
         kernel = at[at["metric"] == "ntk_trace"]
-        assert list(kernel["status"]) == ["failed"] and kernel["value"].isna().all()
+        assert list(kernel["status"]) == ["refused"] and kernel["value"].isna().all()
         assert (at[at["metric"] == "rate_of_change_bound"]["value"] > 0).any()
         assert (at[at["metric"] == "active_fraction"]["value"] > 0).any()
     said = [line for line in lines.said if "ntk not measured" in line]

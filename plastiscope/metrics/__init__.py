@@ -23,6 +23,7 @@ from . import (
     weights,
 )
 from .definition import Explanation, Metric, explanation
+from .measurement import VERSION as ROWS_VERSION
 from .measurement import Place, jackknife, measure_with, rows_without
 from .totals import unit_totals, weight_totals
 
@@ -102,6 +103,7 @@ METRICS: tuple[Metric, ...] = (
 
 __all__ = [
     "METRICS",
+    "ROWS_VERSION",
     "Explanation",
     "Metric",
     "Place",

@@ -251,6 +251,7 @@ def ntk_drift(kernel: Kernel) -> list[Values]:
 @metric(
     unit="gradient",
     range="0 to infinity",
+    version=2,
     source="textbook",
     laws=("permutation of inputs: unchanged",),
     default=False,

@@ -27,6 +27,9 @@ NO_VALUE = frozenset(
 """Statuses that never come with a value."""
 
 
+VERSION = 2
+"""Of the rows made of what metrics find. Raise it with every change of a standard error, of an
+attainable maximum or of when a status is given, which no single metric's version would tell."""
 LACKING = 0.1
 """Share of a rank that may be missing for want of rows before the row says so."""
 

@@ -45,6 +45,7 @@ def _by_input(terms: Floats, shifts: tuple[int, ...]) -> Floats:
 @metric(
     unit="ratio",
     range="0 to infinity",
+    version=2,
     source="the ViT plasticity study (2602.06883), on propagated inputs",
     laws=("scale of input and output: unchanged",),
     default=False,
@@ -65,6 +66,7 @@ def rate_of_change(rates: RateOfChange) -> Values | None:
 @metric(
     unit="ratio",
     range="0 to infinity",
+    version=2,
     source="the ViT plasticity study (2602.06883, code)",
     laws=("scale of input and output: unchanged",),
     default=False,

@@ -103,6 +103,7 @@ def effective_rank_centered(features: Features) -> Values:
 @metric(
     unit="directions",
     range="1 to min(rows, columns); 0 for a zero matrix",
+    version=2,
     source="the AdamO authors' weight statistics (code)",
     laws=_SCALE,
     rank=True,
@@ -218,6 +219,7 @@ def numerical_rank(spectrum: Spectrum) -> Values:
 @metric(
     unit="ratio",
     range="1 to infinity",
+    version=2,
     source="the AdamO authors (code)",
     laws=("scale: unchanged while sigma_min > 1e-10", "rotation: unchanged"),
 )

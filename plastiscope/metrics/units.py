@@ -60,6 +60,7 @@ def dormancy_score(units: Units) -> list[Values]:
 @metric(
     unit="share of units",
     range="0 to 1",
+    version=2,
     source="Sokar et al. 2023; Dopamine labs/redo (code); Plasticine (tau 0.025); LLM study (0.01)",
     laws=_UNITS,
     subject="unit",
@@ -84,6 +85,7 @@ def dormant_fraction(units: Units) -> list[Values]:
 @metric(
     unit="share of units",
     range="0 to 1",
+    version=2,
     source="the LLM study, possibly [secondary notes]",
     laws=_UNITS,
     subject="unit",
@@ -117,6 +119,7 @@ def _unknown(units: Units) -> Values:
 @metric(
     unit="share of (row, unit) entries",
     range="0 to 1",
+    version=2,
     source="Ma et al. 2023 (FAU)",
     laws=_UNITS,
     subject="unit",
@@ -137,6 +140,7 @@ def active_fraction(units: Units) -> Values:
 @metric(
     unit="share of units",
     range="0 to 1",
+    version=2,
     source="textbook (dead ReLU)",
     laws=_UNITS,
     subject="unit",
@@ -158,6 +162,7 @@ def dead_fraction(units: Units) -> Values:
 @metric(
     unit="share of units",
     range="0 to 1",
+    version=2,
     source="Dohare et al. 2024 (CIFAR code), there called dormant",
     laws=_UNITS,
     subject="unit",
@@ -178,6 +183,7 @@ def rarely_active_fraction(units: Units) -> Values:
 @metric(
     unit="share of (row, unit) entries",
     range="0 to 1",
+    version=2,
     source="Plasticine (code)",
     laws=("permutation of units: unchanged",),
     subject="unit",
@@ -197,6 +203,7 @@ def saturated_fraction(units: Units) -> Values | None:
 @metric(
     unit="bits",
     range="0 to 1",
+    version=2,
     source="Lewandowski et al. 2024 (2410.20634)",
     laws=_UNITS,
     subject="unit",
@@ -243,6 +250,7 @@ def duplicate_fraction(features: Features) -> Values | None:
 @metric(
     unit="share of units",
     range="0 to 1",
+    version=2,
     source="GraMa (2505.24061); exact official form not verified",
     laws=_UNITS,
     default=False,

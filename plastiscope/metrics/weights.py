@@ -20,6 +20,7 @@ _SIZE = ("scale: proportional", "permutation: unchanged", "sign flip: unchanged"
 @metric(
     unit="weight",
     range="0 to infinity",
+    version=2,
     source="Dohare et al. 2024 (CIFAR code, all parameters); the LLM study (non-embedding, pooled)",
     laws=_SIZE,
 )
@@ -38,6 +39,7 @@ def weight_magnitude(magnitude: Magnitude) -> Floats:
 @metric(
     unit="weight",
     range="0 to infinity",
+    version=2,
     source="Plasticine; textbook",
     laws=_SIZE,
 )
@@ -56,6 +58,7 @@ def weight_rms(magnitude: Magnitude) -> Floats:
 @metric(
     unit="weight",
     range="0 to infinity",
+    version=2,
     source="Dopamine (param norm)",
     laws=_SIZE,
 )
@@ -73,6 +76,7 @@ def weight_l2(magnitude: Magnitude) -> Floats:
 @metric(
     unit="weight",
     range="0 to infinity",
+    version=2,
     source="textbook",
     laws=("scale of both: proportional", "permutation of both: unchanged"),
 )
@@ -90,6 +94,7 @@ def weight_change(magnitude: Magnitude) -> Values | None:
 @metric(
     unit="weight",
     range="0 to infinity",
+    version=2,
     source="textbook; Kumar et al. 2023 (L2 Init penalises it)",
     laws=("scale of both: proportional", "permutation of both: unchanged"),
 )
@@ -149,6 +154,7 @@ def gram_deviation_normalized(weight: Weight) -> Floats:
 @metric(
     unit="squared weight",
     range="0 to infinity",
+    version=2,
     source="the AdamO authors' weight statistics (code)",
     laws=("rotation: unchanged", "scale: squared"),
 )

@@ -18,6 +18,10 @@ from plastiscope.models import (
 from plastiscope.models.live import Batch, Inputs, Live, Merge, ModelError
 from plastiscope.models.loading import LoadReport, load
 
+VERSION = 2
+"""Of the networks that are rebuilt. Raise it with every change after which a checkpoint's network
+computes something else, or is fed otherwise (a mask, a missing option's value)."""
+
 __all__ = ["Batch", "Inputs", "Live", "LoadReport", "Merge", "ModelError", "build", "load"]
 
 

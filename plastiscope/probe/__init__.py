@@ -3,4 +3,8 @@
 from plastiscope.probe.find import find, hint
 from plastiscope.probe.sets import Probe
 
+VERSION = 1
+"""Of the inputs. Raise it with every change after which the same files, or none, make another
+batch: how texts are cut, pictures prepared, synthetic inputs drawn."""
+
 __all__ = ["Probe", "find", "hint"]
