@@ -258,16 +258,27 @@ def ntk_drift(kernel: Kernel) -> list[Values]:
     subject="gradient",
 )
 def gradient_norm(kernel: Kernel) -> Values | None:
-    """Length of the gradient of the mean loss over the probe.
+    """Length of the gradient of the probe's loss, as `loss` has it: the mean over its labels.
 
-    Formula: ‖(1/N) sum_i grad loss_i‖_2 = sqrt(sum_ij K_ij) / N, K the kernel of the loss.
+    Formula: ‖grad L‖_2, L = sum_i m_i loss_i / sum_i m_i over n inputs, loss_i the mean over the
+    m_i labels of input i (-100 doesn't count): sqrt(m^T K m) / sum m, K the kernel of loss_i.
     Read: beside weight_l2: a gradient that fades while the loss stays high is lost plasticity.
-    Misleads: near 0 for a network that fits its probe. Only for f = loss.
+    Misleads: near 0 for a network that fits its probe. Of the probe's first n inputs, where `loss`
+    is of all. Only for f = loss.
     """
     if kernel.function != "loss":
         return None
-    found = _each(kernel, lambda gram: float(np.sqrt(max(gram.sum(), 0.0)) / len(gram)))
-    return Values(found.values, parameters=f"n={kernel.inputs}")
+    parameters = f"n={kernel.inputs}"
+    labels = np.ones(kernel.inputs) if kernel.counts is None else np.asarray(kernel.counts, float)
+    if kernel.status == "non_finite" or not labels.any():
+        reason = "no_labels" if not labels.any() else "non_finite"
+        return Values(float("nan"), parameters=parameters, status=reason)
+    values = []
+    for kept in kernel.kept():
+        m = labels[kept]
+        square = max(float(m @ kernel.part(kernel.gram, kept) @ m), 0.0)
+        values.append(np.sqrt(square) / m.sum() if m.any() else np.nan)
+    return Values(np.asarray(values), parameters=parameters)
 
 
 @metric(

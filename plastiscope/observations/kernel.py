@@ -31,8 +31,9 @@ class Kernel:
     """K [n, n] of the parameters' gradients: K_ij = <grad f_i, grad f_j>.
 
     `function` is "mean_logit", "loss" or "logits"; `outputs` is C (1 but for logits, where entry
-    i*C + c belongs to input i and output c). `labels` [B] or None. `eps` is the precision of the
-    network's dtype. `first` and `previous` are the same kernel at earlier checkpoints.
+    i*C + c belongs to input i and output c). `labels` [B] or None; `counts` [B] says how many
+    labels each input's loss is the mean of (None: one). `eps` is the precision of the network's
+    dtype. `first` and `previous` are the same kernel at earlier checkpoints.
     """
 
     gram: Floats
@@ -40,6 +41,7 @@ class Kernel:
     outputs: int
     eps: float
     labels: npt.NDArray[np.int64] | None = None
+    counts: npt.NDArray[np.int64] | None = None
     first: Floats | None = None
     previous: Floats | None = None
     folds: int = 8
@@ -123,6 +125,7 @@ def observe_ntk(
     )
     labels = batch.get("labels")
     classes = labels.cpu().numpy() if labels is not None and labels.ndim == 1 else None
+    counts = _counts(labels).cpu().numpy() if labels is not None else None
     eps = float(torch.finfo(next(iter(module.parameters())).dtype).eps)
     every = {group: part.cpu().numpy() for group, part in grams.items()}
     own = every.pop("network", None)
@@ -130,7 +133,7 @@ def observe_ntk(
     if own is not None and every:
         every["other"] = own
     return {
-        group: Kernel(np.asarray(part), function, outputs, eps, classes)
+        group: Kernel(np.asarray(part), function, outputs, eps, classes, counts)
         for group, part in {"network": whole, **every}.items()
     }
 
@@ -179,5 +182,9 @@ def _losses(logits: Tensor, labels: Tensor) -> Tensor:
         reduction="none",
         ignore_index=IGNORED,
     ).reshape(len(logits), -1)
-    counted = (labels.reshape(len(logits), -1) != IGNORED).sum(1)
-    return loss.sum(1) / counted.clamp(min=1)
+    return loss.sum(1) / _counts(labels).clamp(min=1)
+
+
+def _counts(labels: Tensor) -> Tensor:
+    """How many labels [B] of each input count."""
+    return (labels.reshape(len(labels), -1) != IGNORED).sum(1)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from plastiscope.errors import UsageError
 from plastiscope.metrics import Place, measure
-from plastiscope.observations import Kernel, observe_ntk, plan_ntk
+from plastiscope.observations import Kernel, OutputSums, observe_ntk, plan_ntk
 
 PLACE = Place("network", None, "ntk")
 
@@ -262,6 +262,54 @@ def test_gradient_norm_and_fisher_rank():
     rank = float(torch.exp(-(p * p.log()).nan_to_num().sum()))
     assert found["fisher_effective_rank", None].value == pytest.approx(rank, rel=1e-6)
     assert ("gradient_norm", None) not in rows(observe_ntk(module, forward, batch)["network"])
+
+
+def test_the_gradient_norm_is_that_of_the_loss_that_the_table_reports():
+    """Texts of unequal lengths: a label counts as much in a short one, whole and by component."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=13, n_positions=8, n_embd=8, n_layer=2, n_head=2, resid_pdrop=0, embd_pdrop=0,
+        attn_pdrop=0,
+    )  # fmt: skip
+    module = transformers.GPT2LMHeadModel(config).eval().double()
+    ids = torch.randint(0, 13, (6, 8))
+    labels = torch.randint(0, 13, (6, 8))
+    mask = torch.ones(6, 8, dtype=torch.long)
+    for i, length in enumerate((8, 1, 3, 7, 2, 0)):
+        labels[i, length:], mask[i, max(length, 1) :] = -100, 0
+    batch = {"inputs": ids, "labels": labels, "mask": mask}
+
+    def forward(given):
+        return module(given["inputs"], attention_mask=given["mask"]).logits
+
+    owners = {n: n.split(".")[2] if ".h." in n else "rest" for n, _ in module.named_parameters()}
+    found = observe_ntk(module, forward, batch, function="loss", components=owners)
+    sums = OutputSums(2)
+    sums.add(forward(batch), labels)
+    logits = forward(batch).log_softmax(-1)
+    terms = [-logits[i, t, labels[i, t]] for i in range(6) for t in range(8) if labels[i, t] >= 0]
+    loss = torch.stack(terms).mean()
+    assert loss.item() == pytest.approx(float(sums.finish().loss[0]), rel=1e-12)
+    named = dict(module.named_parameters())
+    gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+    norms = {}
+    for group, one in found.items():
+        own = [g.flatten() for n, g in gradients.items() if group in ("network", owners[n])]
+        (row,) = measure(one, PLACE, frozenset({"gradient_norm"}))
+        assert row.value == pytest.approx(float(torch.cat(own).norm()), rel=1e-9), group
+        assert (row.parameters, row.version) == ("n=6", 2)
+        norms[group] = row.value
+    assert norms.keys() == {"network", "0", "1", "rest"}
+    of_inputs = np.sqrt(found["network"].gram.sum()) / 6  # what the mean over inputs would give
+    assert abs(of_inputs / norms["network"] - 1) > 0.05
+
+
+def test_the_gradient_norm_without_labels_has_a_reason():
+    bare = kernel(np.eye(3), function="loss", counts=np.zeros(3, dtype=int))
+    row = rows(bare)["gradient_norm", None]
+    assert (row.value, row.status) == (None, "no_labels")
 
 
 def test_float32_networks_agree_to_their_precision():
