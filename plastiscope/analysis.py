@@ -19,6 +19,7 @@ from .network import usable_device
 from .probe.find import beside
 from .recorded import write_recorded
 from .reporter import Reporter, Silent
+from .requested import PAIRED
 from .session import ON_REQUEST, Session
 from .tasks import write_task_results
 
@@ -167,9 +168,16 @@ def chosen_steps(text: str | None) -> Container[int] | None:
 
 
 def choose_metrics(settings: Settings) -> frozenset[str]:
-    """The names of the metrics to measure: `only`, or the default set; and `extra`."""
+    """The names of the metrics to measure: `only`, or the default set; and `extra`. Raises
+    UsageError for a second probe that none of them would look at."""
     only, extra = _expanded(settings.only), _expanded(settings.extra)
-    return (only or metrics.default_metrics()) | extra
+    chosen = (only or metrics.default_metrics()) | extra
+    if settings.second_probe is not None and not chosen & PAIRED:
+        raise UsageError(
+            f"--second-probe {settings.second_probe}: its inputs are paired for the sensitivity, "
+            "which isn't measured: add --with sensitivity"
+        )
+    return chosen
 
 
 def _expanded(names: Iterable[str]) -> frozenset[str]:

@@ -1,7 +1,7 @@
-"""What costs a backward pass or more, measured on request: the tangent kernel, Jacobians, component
-sensitivity.
+"""What costs a backward pass or more, measured on request: the tangent kernel, Jacobians, gradients
+into units.
 
-Axes: B probe inputs, H heads, dh head width, d width.
+Axes: B probe inputs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alone import Alone, Where, attentions_alone, blocks_alone, components_alone
+from .alone import Alone, blocks_alone, components_alone
 from .anatomy import watch
 from .anatomy.parts import Component
 from .metrics import METRICS, Place, absent, measure
@@ -21,15 +21,8 @@ from .network import Network
 from .observations import (
     Called,
     UnitGradientSums,
-    attention_bound,
-    capture,
-    linear_bound,
-    norm_bound,
     observe_jacobians,
     observe_ntk,
-    observe_rate_of_change,
-    observe_rate_of_change_embedding,
-    token_radius,
 )
 from .observations.kernel import Kernel
 from .store import Row
@@ -45,14 +38,10 @@ FAMILIES: Mapping[str, frozenset[str]] = {
 VERSION = 2
 """Of the measures on request. Raise it with every change after which the same network gives other
 kernels, Jacobians, rates of change or gradients, or gives them for other components."""
-NORMS = ("norm1", "norm2", "final_norm", "norm")
-LINEARS = ("fc1", "fc2", "gate", "fc", "head")
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
 """Metrics of the loss's kernel alone."""
 ALIGNMENT = frozenset({"ntk_alignment"})
 WHOLE = ("network", None)
-FED = ("norm1", "attention", "norm2", "fc1", "fc2")
-"""What is measured in the embedding protocol."""
 
 
 def family(name: str) -> frozenset[str]:
@@ -138,9 +127,9 @@ def jacobian_rows(
     assert network.live is not None
     live, places = network.live, jacobian_places(network)
     found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
-    yield from _rows(found, "jacobian", chosen)
+    yield from rows_at(found, "jacobian", chosen)
     for alone in (components_alone(network), blocks_alone(network)):
-        yield from _absent(alone, found, "Jacobian", "jacobian", chosen)
+        yield from absent_rows(alone, found, "Jacobian", "jacobian", chosen)
     if WHOLE not in found:
         yield from absent("Jacobian", Place(*WHOLE, "jacobian"), "takes_ids", chosen)
 
@@ -148,10 +137,10 @@ def jacobian_rows(
 def jacobian_places(network: Network) -> dict[Hashable, Called]:
     """The calls of all modules whose Jacobian is taken, by component and block."""
     calls = {**components_alone(network).calls, **blocks_alone(network).calls}
-    return _keyed({**calls, WHOLE: Called("")})
+    return keyed({**calls, WHOLE: Called("")})
 
 
-def _absent(
+def absent_rows(
     alone: Alone, found: Collection[Hashable], kind: str, subject: str, chosen: frozenset[str]
 ) -> Iterator[Row]:
     """Null rows, with the reason, of what can't be called alone or was called otherwise."""
@@ -160,100 +149,15 @@ def _absent(
         yield from absent(kind, Place(component, block, subject), status, chosen)
 
 
-# --- component sensitivity ---
-
-
-def sensitivity_rows(network: Network, batch: Batch, chosen: frozenset[str]) -> Iterator[Row]:
-    """Rates of change at the components' own inputs, in the embedding protocol, and bounds."""
-    assert network.live is not None
-    live = network.live
-    own = components_alone(network) | attentions_alone(network)
-    found = observe_rate_of_change(live.module, live.forward, batch, _keyed(own.calls))
-    yield from _rows(found, "sensitivity", chosen)
-    yield from _absent(own, found, "RateOfChange", "sensitivity", chosen & {"rate_of_change"})
-    yield from _rows(dict(_layer_bounds(network)), "sensitivity", chosen)
-    blocks = blocks_alone(network).calls
-    if not blocks:
-        return
-    fed = own.named(FED)
-    first = blocks[min(blocks, key=lambda key: key[1] or 0)]
-    only = chosen & {"rate_of_change_embedding"}
-    given = capture(live.module, live.forward, batch, {0: first})
-    if given:
-        places = {key: call for key, call in fed.calls.items() if key in found}
-        yield from _embedding_rows(network, batch, places, first, chosen)
-        yield from _rows(dict(_attention_bounds(network, given[0].x)), "sensitivity", chosen)
-    yield from _absent(fed, found if given else (), "RateOfChange", "sensitivity", only)
-
-
-def _embedding_rows(
-    network: Network,
-    batch: Batch,
-    places: Mapping[Where, Called],
-    embedded: Called,
-    chosen: frozenset[str],
-) -> Iterator[Row]:
-    """In the embedding protocol; a component that can't take the embedding's output (windows, a
-    deeper stage's width) is a null row."""
-    assert network.live is not None
-    live = network.live
-
-    def observe(some: Mapping[Where, Called]) -> Iterator[Row]:
-        keyed = _keyed(some)
-        found = observe_rate_of_change_embedding(live.module, live.forward, batch, keyed, embedded)
-        return _rows(found, "sensitivity", chosen)
-
-    try:
-        yield from observe(places)
-    except RuntimeError:
-        for key, call in places.items():
-            try:
-                yield from observe({key: call})
-            except RuntimeError:
-                place = Place(key[0], key[1], "sensitivity")
-                rows = absent("RateOfChange", place, "embedding_does_not_fit", chosen)
-                yield from (r for r in rows if r.metric == "rate_of_change_embedding")
-
-
-def _keyed(places: Mapping[Where, Called]) -> dict[Hashable, Called]:
+def keyed(places: Mapping[tuple[str, int | None], Called]) -> dict[Hashable, Called]:
     return {key: call for key, call in places.items()}  # noqa: C416  (a wider type of key)
 
 
-def _rows(found: Mapping[Hashable, Any], subject: str, chosen: frozenset[str]) -> Iterator[Row]:
+def rows_at(found: Mapping[Hashable, Any], subject: str, chosen: frozenset[str]) -> Iterator[Row]:
     """The rows of observations keyed by component and block."""
     for key, observation in found.items():
         if isinstance(key, tuple):
             yield from measure(observation, Place(key[0], key[1], subject), chosen)
-
-
-def _layer_bounds(network: Network) -> Iterator[tuple[Hashable, Any]]:
-    assert network.live is not None
-    tensors = dict(network.live.module.named_parameters())
-    for c in network.anatomy.components:
-        if not c.weights or c.weights[0].tensor not in tensors:
-            continue
-        weight = c.weights[0].of(tensors[c.weights[0].tensor])
-        if c.name in NORMS:
-            yield (c.name, c.block), norm_bound(weight + 1.0 if c.offset_gain else weight)
-        elif c.name in LINEARS:
-            yield (c.name, c.block), linear_bound(weight)
-
-
-def _attention_bounds(network: Network, x: Tensor) -> Iterator[tuple[Hashable, Any]]:
-    assert network.live is not None
-    tensors = dict(network.live.module.named_parameters())
-    parts = {(c.name, c.block): c for c in network.anatomy.components}
-    for block, site in network.anatomy.attention.items():
-        some = [parts.get((name, block)) for name in ("q", "k", "v", "attention_output")]
-        if x.ndim != 3 or not all(c and c.heads for c in some):
-            continue
-        q, k, v, output = (
-            torch.stack([h.of(tensors[h.tensor]) for h in c.heads]) for c in some if c
-        )
-        group = site.heads // site.kv_heads
-        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
-        bound = attention_bound(q, k, v, output, x.shape[1], token_radius(x))
-        yield ("attention", block), bound
 
 
 # --- gradients into units ---

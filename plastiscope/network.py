@@ -63,7 +63,8 @@ class Network:
     """What is known of one architecture.
 
     Without a live model, `anatomy` comes from the names alone and `missing` says why, and which
-    option supplies it. `announcements` are lines for the user.
+    option supplies it. `announcements` are lines for the user. `second` is the data set whose
+    inputs the sensitivity pairs with the probes'.
     """
 
     anatomy: Anatomy
@@ -74,6 +75,7 @@ class Network:
     device: torch.device
     allow_partial: bool
     proofs: tuple[Proof, ...] = ()
+    second: probe.Probe | None = None
 
     @property
     def assumptions(self) -> tuple[str, ...]:
@@ -166,16 +168,37 @@ def open_network(
     tiny = {name: tensor[:2].to(device) for name, tensor in probes[0].batch.items()}
     for each in probes:
         _try(live, each, device)
+    second = _second(run_path, live, settings, probes)
+    if second is not None:
+        _try(live, second, device)
     said = {unmasked(live.module, each.batch.get("mask")) for each in probes}
     live = replace(live, assumptions=(*live.assumptions, *(line for line in said if line)))
     anatomy = trace(live.module, live.forward, tiny)
     weights = [n for n, _ in live.module.named_parameters()]
     lines = [f"model: {live.source}", *live.assumptions]
-    lines += [p.note for p in probes if p.note] + list(anatomy.notes)
+    lines += [p.note for p in (*probes, *filter(None, [second])) if p.note] + list(anatomy.notes)
     network = Network(
-        cover(anatomy, weights), live, probes, None, tuple(lines), device, settings.allow_partial
+        cover(anatomy, weights),
+        live,
+        probes,
+        None,
+        tuple(lines),
+        device,
+        settings.allow_partial,
+        second=second,
     )
     return _proved(network, state, tiny)
+
+
+def _second(
+    run_path: str | Path, live: Live, settings: Settings, probes: tuple[probe.Probe, ...]
+) -> probe.Probe | None:
+    s = settings
+    if s.second_probe is None:
+        return None
+    return probe.find_second(
+        run_path, live.inputs, s.second_probe, s.sensitivity_pairs, s.seed, probes
+    )
 
 
 def _try(live: Live, each: probe.Probe, device: torch.device) -> None:

@@ -21,7 +21,6 @@ from .derivatives import (
     kernel_rows,
     kernels,
     place_of,
-    sensitivity_rows,
     unlabelled_rows,
     wants,
 )
@@ -31,6 +30,7 @@ from .network import Network, label
 from .observations.kernel import Kernel
 from .optimizer import optimizer_rows
 from .past import Past
+from .sensitivity import pairing, sensitivity_rows
 from .store import Row
 
 LOST = (UnreadableError, FileNotFoundError)
@@ -39,6 +39,8 @@ FAILED, REFUSED = "failed", "refused"
 """Statuses of a family: what may pass (no memory, a disk's error), and what the network or the
 settings don't allow, which would be refused again."""
 DRIFT = frozenset({"ntk_drift"})
+PAIRED = frozenset({"rate_of_change", "rate_of_change_embedding"})
+"""Metrics of pairs of inputs."""
 SUBJECTS = {
     "Kernel": "ntk", "Jacobian": "jacobian", "RateOfChange": "sensitivity",
     "ChangeBound": "sensitivity", "UnitGradients": "gradient", "OptimizerState": "optimizer",
@@ -85,9 +87,9 @@ class Requested:
         """Every chosen family (of `only` those) on every probe, of the state in the network."""
         for each in network.probes:
             for name, rows in self._families(position, network, each).items():
-                yield from self._part(position, (name, label(each)), rows, only)
+                yield from self._part(position, network, (name, label(each)), rows, only)
         optimizer = optimizer_rows(network, state, self.chosen)
-        yield from self._part(position, ("optimizer", None), optimizer, only)
+        yield from self._part(position, network, ("optimizer", None), optimizer, only)
 
     def _families(
         self, position: int, network: Network, each: probe.Probe
@@ -101,16 +103,29 @@ class Requested:
                 network, first_inputs(batch, s.jacobian_inputs), chosen, s.seed
             ),
             "gradients": gradient_rows(network, batch, chosen, s.folds),
-            "sensitivity": sensitivity_rows(network, batch, chosen),
+            "sensitivity": self._sensitivity_rows(network, each, batch),
         }
 
+    def _sensitivity_rows(self, network: Network, each: probe.Probe, batch: Batch) -> Iterator[Row]:
+        """With a second probe, of the pairs across the two."""
+        s, second = self.settings, network.second
+        if second is None:
+            return sensitivity_rows(network, batch, self.chosen)
+        across = pairing(each.batch, second.batch, s.sensitivity_pairs, s.batch_size)
+        return sensitivity_rows(network, batch, self.chosen, across)
+
     def _part(
-        self, position: int, which: Which, rows: Iterable[Row], only: Collection[Which] | None
+        self,
+        position: int,
+        network: Network,
+        which: Which,
+        rows: Iterable[Row],
+        only: Collection[Which] | None,
     ) -> Iterator[Part]:
         name, probed = which
         if wants(name, self.chosen) and (only is None or which in only):
             found = self._tried(name, rows, self.run.checkpoints[position].name)
-            yield Part(name, probed, tuple(replace(row, probe=probed) for row in found))
+            yield Part(name, probed, tuple(_told(row, probed, network.second) for row in found))
 
     def _tried(self, name: str, rows: Iterable[Row], at: str) -> Iterator[Row]:
         """A family's rows; where it fails, null rows after what it gave, and a line that says
@@ -170,6 +185,13 @@ class Requested:
             s = self.settings
             self.kernels[key] = kernels(network, batch, self.chosen, s.kernel, s.seed)
         return self.kernels[key]
+
+
+def _told(row: Row, probed: str | None, second: probe.Probe | None) -> Row:
+    """The row with what it was measured on: its probe and, of a pair across two, the other one."""
+    if second is not None and row.metric in PAIRED:
+        row = replace(row, parameters=f"second={label(second)}")
+    return replace(row, probe=probed)
 
 
 def is_of(row: Row, which: Which) -> bool:

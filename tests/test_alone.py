@@ -13,9 +13,10 @@ from torch.func import jacrev
 
 from plastiscope.alone import components_alone
 from plastiscope.anatomy import trace
-from plastiscope.derivatives import jacobian_rows, sensitivity_rows
+from plastiscope.derivatives import jacobian_rows
 from plastiscope.models.live import Inputs, Live
 from plastiscope.network import Network
+from plastiscope.sensitivity import sensitivity_rows
 from plastiscope.store import Row
 
 CHOSEN = frozenset({"jacobian_sigma_max", "rate_of_change"})

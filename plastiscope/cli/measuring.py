@@ -66,6 +66,22 @@ def analyze(
             rich_help_panel=MEASURE,
         ),
     ] = None,
+    second_probe: Annotated[
+        str | None,
+        typer.Option(
+            help="Another data set, as for --probe: the sensitivity pairs input i of the probe "
+            "with input i there. [default: pairs within the probe]",
+            metavar="PROBE",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
+    sensitivity_pairs: Annotated[
+        int | None,
+        typer.Option(
+            help="At most so many pairs with the second probe. [default: 1024]",
+            rich_help_panel=MEASURE,
+        ),
+    ] = None,
     probe_rows: Annotated[
         int | None,
         typer.Option(
@@ -153,7 +169,7 @@ def analyze(
     settings = read_settings(
         profile=profile, out=out, probe=probe, model=model, assume=pairs(assume), device=device,
         only=name_list(only), extra=name_list(extra), kernel=name_list(kernel),
-        probe_rows=probe_rows,
+        second_probe=second_probe, sensitivity_pairs=sensitivity_pairs, probe_rows=probe_rows,
         probe_inputs=probe_inputs, batch_size=batch_size, seed=seed, families=all_of(family),
         allow_partial=allow_partial, weights=weights, prefix=prefix, steps=steps, every=every,
         include=all_of(include), exclude=all_of(exclude), order=order, base=base,

@@ -54,8 +54,9 @@ def _by_input(terms: Floats, shifts: tuple[int, ...]) -> Floats:
 def rate_of_change(rates: RateOfChange) -> Values | None:
     """How much a component's output moves for how much its input moves.
 
-    Formula: mean over pairs of probe inputs of ‖f(x) - f(y)‖_F / ‖x - y‖_F, x and y what the
-    component itself is given.
+    Formula: mean over pairs of inputs of ‖f(x) - f(y)‖_F / ‖x - y‖_F, x and y what the component
+    itself is given; pairs within the probe, or (parameter second) input i of the probe with input i
+    of a second data set, as in the source.
     Read: the source ranks MHA > FC1 > FC2 > LN2 > LN1; the most sensitive fine-tune best.
     Misleads: not comparable with rate_of_change_embedding, which feeds other inputs.
     Also called: plasticity of a component.

@@ -5,8 +5,8 @@ Axes: B probe inputs, S shifts (pairings of the inputs), H heads, dh head width,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -157,6 +157,12 @@ def _across(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor, protocol: str) -> Rate
     n = min(len(x), len(y))
     ratios = _ratios(x[:n], y[:n], fx[:n], fy[:n])[:, None]
     return RateOfChange(ratios, protocol, int(np.isfinite(ratios).sum()), x[0].numel())
+
+
+def joined_rates(parts: Sequence[RateOfChange]) -> RateOfChange:
+    """Those of several batches of pairs across two data sets as one."""
+    ratios = np.concatenate([part.ratios for part in parts])
+    return replace(parts[0], ratios=ratios, rows=int(np.isfinite(ratios).sum()))
 
 
 def _ratios(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Floats:
