@@ -105,8 +105,11 @@ def analyze(
     settings = settings or Settings()
     reporter = reporter or Silent()
     usable_device(settings.device)
-    runs = find_runs([paths] if isinstance(paths, (str, Path)) else paths, settings)
+    paths = [paths] if isinstance(paths, (str, Path)) else list(paths)
+    seen = checkpoints.Seen(settings.out / "seen.parquet")
+    runs = find_runs(paths, settings, seen)
     chosen = choose_metrics(settings)
+    seen.save([str(path) for path in paths])
     analysis = Analysis(
         settings.out, tuple(_analyze_run(run, settings, chosen, reporter, retry) for run in runs)
     )
@@ -118,7 +121,9 @@ def analyze(
     return analysis
 
 
-def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
+def find_runs(
+    paths: Iterable[str | Path], settings: Settings, seen: checkpoints.Seen | None = None
+) -> list[Run]:
     """The runs at all paths. Raises UsageError when two of them share a name."""
     options = checkpoints.Options(
         weights=settings.weights,
@@ -133,15 +138,15 @@ def find_runs(paths: Iterable[str | Path], settings: Settings) -> list[Run]:
         trust_pickle=settings.trust_pickle,
         strict=settings.strict,
     )
-    runs = [run for path in paths for run in checkpoints.discover(path, options)]
-    seen: dict[str, str] = {}
+    runs = [run for path in paths for run in checkpoints.discover(path, options, seen)]
+    sources: dict[str, str] = {}
     for run in runs:
-        if run.name in seen:
+        if run.name in sources:
             raise UsageError(
-                f"two runs are called {run.name!r} ({seen[run.name]} and {run.path}): "
+                f"two runs are called {run.name!r} ({sources[run.name]} and {run.path}): "
                 "rename one folder, or analyze them into different --out directories"
             )
-        seen[run.name] = run.path
+        sources[run.name] = run.path
     return runs
 
 

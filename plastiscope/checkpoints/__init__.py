@@ -5,5 +5,16 @@ from __future__ import annotations
 from plastiscope.checkpoints.discover import discover
 from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.run import Break, Checkpoint, Run, Skipped, State, TensorInfo
+from plastiscope.checkpoints.seen import Seen
 
-__all__ = ["Break", "Checkpoint", "Options", "Run", "Skipped", "State", "TensorInfo", "discover"]
+__all__ = [
+    "Break",
+    "Checkpoint",
+    "Options",
+    "Run",
+    "Seen",
+    "Skipped",
+    "State",
+    "TensorInfo",
+    "discover",
+]

@@ -17,6 +17,7 @@ from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.places import Entry, open_place
 from plastiscope.checkpoints.reading import Opened, examine
 from plastiscope.checkpoints.run import Break, Checkpoint, Run, Skipped
+from plastiscope.checkpoints.seen import Seen
 from plastiscope.checkpoints.sequence import find_breaks
 from plastiscope.checkpoints.stored import Stored
 from plastiscope.checkpoints.units import Unit, file_unit, find_units, is_weights_name
@@ -26,11 +27,12 @@ _DEFAULT = Options()
 _NO_CHECKPOINT = ("a batch of data", "a list of data", "no weights in it", "an optimizer's state")
 
 
-def discover(path: str | Path, options: Options = _DEFAULT) -> list[Run]:
+def discover(path: str | Path, options: Options = _DEFAULT, seen: Seen | None = None) -> list[Run]:
     """The runs at a path: a folder, a single file, or any fsspec URL.
 
     Files are recognised by content. Nothing in them is executed, and only headers and pickles
-    are read. Several runs are told apart and never merged.
+    are read. Several runs are told apart and never merged. Files that are in `seen`, unchanged,
+    aren't opened.
 
     Returns:
         Runs in the order of their names, each with its checkpoints in the order of their steps.
@@ -47,7 +49,7 @@ def discover(path: str | Path, options: Options = _DEFAULT) -> list[Run]:
         raise UsageError(f"no such file or directory: {shown}")
     if options.trust_pickle and place.remote:
         raise UsageError(f"--trust-pickle: {shown} isn't a local file: download it first")
-    search = _Search(Source(place, options, *_base(options)))
+    search = _Search(Source(place, options, *_base(options)), seen or Seen())
     if not entry.folder:
         return [search.single(entry)]
     return search.folder(inner, shown)
@@ -71,6 +73,7 @@ def _base(options: Options) -> tuple[Mapping[str, Stored] | None, str]:
 @dataclass(frozen=True)
 class _Search:
     source: Source
+    seen: Seen
 
     def single(self, entry: Entry) -> Run:
         """A file named by the user: its name may say anything."""
@@ -83,7 +86,13 @@ class _Search:
         return self._run(Group(entry.name, folder, (opened,), ()), entry.name, entry.path)
 
     def _examined(self, unit: Unit) -> Opened:
-        return examine(self.source.place, unit, self.source.options, self.source.base)
+        source = self.source
+        where, stamp = source.place.shown(unit.path), source.stamp(unit)
+        found = self.seen.recall(unit, where, stamp)
+        if found is None:
+            found = examine(source.place, unit, source.options, source.base, source.identity)
+            self.seen.keep(where, stamp, found)
+        return found
 
     def folder(self, inner: str, shown: str) -> list[Run]:
         listing = find_units(self.source.place, inner)

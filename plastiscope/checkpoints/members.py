@@ -13,6 +13,7 @@ from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.places import Place, joined
 from plastiscope.checkpoints.reading import Opened, opener
 from plastiscope.checkpoints.run import Checkpoint, Skipped
+from plastiscope.checkpoints.seen import stamp_of
 from plastiscope.checkpoints.sequence import Moment, equal_weights
 from plastiscope.checkpoints.steps import Steps, find_steps
 from plastiscope.checkpoints.stored import Stored
@@ -29,6 +30,12 @@ class Source:
     options: Options
     base: Mapping[str, Stored] | None
     base_print: str = ""
+
+    def stamp(self, unit: Unit) -> str | None:
+        """What is the same while the unit reads the same; None where that can't be told."""
+        options = self.options
+        how = (options.weights, options.prefix, options.rename, options.trust_pickle)
+        return stamp_of(self.place, unit, (*how, self.base_print))
 
     def identity(self, unit: Unit) -> str:
         """The hash of what is read: the files, and what changes their reading."""
@@ -107,7 +114,7 @@ class Members:
             step=step,
             step_source=found if len(self.members) > 1 or step else _lone(found, unit),
             size=unit.size,
-            fingerprint=self.source.identity(unit),
+            fingerprint=member.fingerprint,
             open=opener(self.source.place, unit, self.source.options, self.source.base),
             task=task,
         )

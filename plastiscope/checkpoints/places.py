@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,6 +13,8 @@ from plastiscope.checkpoints.blobs import Blob, RemoteBlob, local, retried, with
 from plastiscope.errors import UnreadableError, UsageError
 
 _MAX_JSON = 1 << 26
+# The coarsest clock of a file system, in nanoseconds: a second change within it leaves no trace.
+_SETTLED = 2_000_000_000
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Place(Protocol):
     def identity(self, path: str) -> str | None:
         """A hash of the content that the store itself keeps, if it does."""
 
+    def stamp(self, path: str) -> str | None:
+        """What is the same while the file is ("absent" for none); None where a change made right
+        now couldn't be told."""
+
     def shown(self, path: str) -> str:
         """The path or URL as it may be printed and opened again."""
 
@@ -68,6 +75,16 @@ class LocalPlace:
     def identity(self, path: str) -> str | None:
         return None
 
+    def stamp(self, path: str) -> str | None:
+        try:
+            status = Path(path).stat()
+        except OSError:
+            return "absent"
+        changed = max(status.st_mtime_ns, status.st_ctime_ns)
+        if time.time_ns() - changed < _SETTLED:
+            return None
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_ino}"
+
     def shown(self, path: str) -> str:
         return path
 
@@ -90,6 +107,7 @@ class RemotePlace:
         self._system = system
         # A request for each question would cost more than the reading.
         self._listed: dict[str, dict[str, Entry]] = {}
+        self._identities: dict[str, str | None] = {}
 
     def entry(self, path: str) -> Entry | None:
         folder = path.rstrip("/").rpartition("/")[0]
@@ -120,7 +138,15 @@ class RemotePlace:
             )
         return RemoteBlob(self._system, path, entry.size)
 
+    def stamp(self, path: str) -> str | None:
+        return "absent" if self.entry(path) is None else self.identity(path)
+
     def identity(self, path: str) -> str | None:
+        if path not in self._identities:
+            self._identities[path] = self._identified(path)
+        return self._identities[path]
+
+    def _identified(self, path: str) -> str | None:
         info = retried(lambda: self._system.info(path), path)
         for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "sha256"):
             if info.get(key):

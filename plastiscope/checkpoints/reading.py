@@ -26,6 +26,8 @@ from plastiscope.checkpoints.trusted import trusted
 from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import UnreadableError
 
+BESIDE = ("config.json", "adapter_config.json", "trainer_state.json")
+"""What is read beside the files of a unit."""
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth", "optimizer_0.pt")
 _DATA_NAMES = re.compile(
     r"(^|\.)(obs|observations?|actions?|rewards?|labels?|targets?|images?|input_ids|inputs?|x|y|"
@@ -35,7 +37,10 @@ _DATA_NAMES = re.compile(
 
 @dataclass(frozen=True)
 class Opened:
-    """A candidate that could be opened: what the sequence needs to know of it."""
+    """A candidate that could be opened: what the sequence needs to know of it.
+
+    `fingerprint` is equal for what reads the same, whatever it is called.
+    """
 
     unit: Unit
     format: str
@@ -44,6 +49,7 @@ class Opened:
     optimizer_step: int | None
     notes: tuple[str, ...]
     task: int | None
+    fingerprint: str
     sample: torch.Tensor | None = None
 
 
@@ -59,7 +65,11 @@ def opener(
 
 
 def examine(
-    place: Place, unit: Unit, options: Options, base: Mapping[str, Stored] | None
+    place: Place,
+    unit: Unit,
+    options: Options,
+    base: Mapping[str, Stored] | None,
+    identity: Callable[[Unit], str],
 ) -> Opened:
     """Open a candidate once and keep only its tables.
 
@@ -80,6 +90,7 @@ def examine(
         tensors=state.tensors,
         numbers=numbers,
         optimizer_step=_optimizer_step(content),
+        fingerprint=identity(unit),
         notes=state.notes,
         task=numbers.get("task", numbers.get("task_id")),
         # Over a network a sample would be a download of its tensors.
@@ -121,12 +132,9 @@ def _beside(
 ) -> Beside:
     extras: dict[str, Any] = {}
     folder = unit.folder
-    config = read_json(place, joined(folder, "config.json"))
-    adapter = read_json(place, joined(folder, "adapter_config.json"))
-    if unit.whole_folder:
-        trainer = read_json(place, joined(folder, "trainer_state.json"))
-        if trainer:
-            extras["trainer_state"] = trainer
+    config, adapter, trainer = (read_json(place, joined(folder, name)) for name in BESIDE)
+    if unit.whole_folder and trainer:
+        extras["trainer_state"] = trainer
     if config:
         extras["config"] = config
     optimizer = _optimizer_beside(place, unit) if unit.whole_folder else None

@@ -235,6 +235,7 @@ def folder_unit(place: Place, folder: str, entries: list[Entry]) -> Unit | None:
         path = names[single].path
         files = [path]
         if zero and names[single].size < 1 << 16:
+            files += [e.path for e in place.entries(zero[-1].path) if not e.folder]
             load = lambda: _placeholder_or_zero(place, path, zero[-1].path)  # noqa: E731
         else:
             load = lambda: read_content(place.blob(path))  # noqa: E731
