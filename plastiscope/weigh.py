@@ -17,7 +17,7 @@ from .store import Row
 
 Read = Callable[[str], torch.Tensor]
 Broken = Callable[[str], bool]
-VERSION = 2
+VERSION = 3
 """Of what is read of the weights. Raise it with every change of which tensors, heads and scopes are
 measured, and of how an effective weight is made."""
 ACROSS = "across_break"

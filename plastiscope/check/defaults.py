@@ -81,6 +81,7 @@ RUN_RULES: tuple[Rule, ...] = (
         subject="feature",
         parameters="",
         tokens="cls",
+        components=("!network",),
         heads="none",
         bad="down",
         absolute=1.0,
@@ -128,18 +129,22 @@ RUN_RULES: tuple[Rule, ...] = (
         subject="weight",
         parameters="",
         components=WEIGHTS,
+        matrices=True,
         bad="up",
         absolute=0.02,
         relative=3.0,
         optional=True,
-        reason="Weights that have grown fourfold turn slowly under the same updates, so the layer "
-        "learns less from each. Healthy runs of the samples' length double or triple at most.",
+        reason="A matrix that has grown fourfold turns slowly under the same updates, so the layer "
+        "learns less from each. Healthy runs of the samples' length double or triple at most. "
+        "Gains (LayerScale, from 1e-5 on) are meant to grow. A matrix that was zero at first is "
+        "held against the others of its block.",
     ),
     Rule(
         name="attention-collapses",
         metric="attention_entropy",
         subject="attention",
         parameters="",
+        components=("!network",),
         bad="down",
         absolute=0.1,
         relative=0.75,

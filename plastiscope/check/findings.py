@@ -31,7 +31,7 @@ NOTES = {
     "accepted": "no value, accepted by the rule",
     "early": "too few checkpoints for a trend yet",
     "few": "moved, in too few places for the rule",
-    "from_zero": "grown from zero, which is no growth by a factor",
+    "from_zero": "grown from zero, and not beyond its siblings",
     "note": "note",
 }
 _RANK = {"fail": 0, "warn": 1, "informational": 2}

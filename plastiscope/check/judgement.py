@@ -32,22 +32,30 @@ def judge(pair: Pair) -> Finding | None:
     if pair.before.value is None:
         why = f"no value in {pair.at} ({pair.before.status}), {pair.after.value:.4g} now"
         return _note(pair, "measured_now", f"{_what(pair)}: {why}")
-    change = worsening(rule, pair.before.value, pair.after.value)
-    tolerance = tolerate(rule, pair.before, pair.after)
+    return _compared(pair, pair.before, pair.after)
+
+
+def _compared(pair: Pair, before: Value, after: Value) -> Finding | None:
+    """What to say of two numbers."""
+    rule = pair.rule
+    assert before.value is not None and after.value is not None
+    change, tolerance = worsening(rule, before.value, after.value), tolerate(rule, before, after)
     if change <= tolerance.decisive or not _is_steady(pair):
         return None
-    if pair.before.status == "zero_matrix" and rule.relative:
-        why = f"{_moved(pair.before.value, pair.after.value)}, no factor of zero"
-        return _note(pair, "from_zero", f"{_what(pair)} {why} ({pair.at} to step {pair.step})")
-    return _finding(
-        pair,
-        REGRESSION,
-        rule.severity,
-        f"{_what(pair)} {_moved(pair.before.value, pair.after.value)} "
-        f"({pair.at} to step {pair.step}), tolerance {tolerance}",
-        tolerance,
-        change / tolerance.decisive,
-    )
+    told = f"{_what(pair)} {_moved(before.value, after.value)}"
+    span = f"({pair.at} to step {pair.step})"
+    if pair.from_zero and rule.relative:
+        if pair.beside is None:
+            return _note(pair, "from_zero", f"{told}, no factor of zero {span}")
+        # Its own beginning has no multiples: what it has become is held against its siblings.
+        before = replace(before, value=pair.beside)
+        change, tolerance = after.value - pair.beside, tolerate(rule, before, after)
+        told += f", its siblings {pair.beside:.4g}"
+        if change <= tolerance.decisive:
+            return _note(pair, "from_zero", f"{told} {span}")
+    message = f"{told} {span}, tolerance {tolerance}"
+    excess = change / tolerance.decisive
+    return _finding(pair, REGRESSION, rule.severity, message, tolerance, excess)
 
 
 def _is_steady(pair: Pair) -> bool:

@@ -19,8 +19,9 @@ class Pair:
     """A value beside its reference; either may be absent (None) or null (its value None).
 
     `at` says where the reference stands ("step 0", "the baseline"); `trend` is Kendall's tau of
-    the run up to the value, for rules that ask for it; `gap` is the kind of reason why the two may
-    not be compared, `why` that reason in words.
+    the run up to the value, for rules that ask for it; `beside` is the median of the same metric in
+    the block's other places, for a reference of zero, which has no multiples; `gap` is the kind of
+    reason why the two may not be compared, `why` that reason in words.
     """
 
     rule: Rule
@@ -29,8 +30,14 @@ class Pair:
     after: Value | None
     at: str
     trend: float | None = None
+    beside: float | None = None
     gap: str = ""
     why: str = ""
+
+    @property
+    def from_zero(self) -> bool:
+        """Whether the reference is a matrix of zeros, which has no factor of growth."""
+        return self.before is not None and self.before.status == "zero_matrix"
 
     @property
     def series(self) -> Series:
@@ -49,7 +56,9 @@ def select(rule: Rule, values: Iterable[Value]) -> list[Value]:
     """The values that the rule's metric, place and tokens take, at every step."""
     values = [v for v in values if v.series.metric == rule.metric]
     blocks = 1 + max((v.series.block for v in values if v.series.block is not None), default=-1)
-    return [v for v in values if _takes(rule, v.series, blocks)]
+    return [
+        v for v in values if _takes(rule, v.series, blocks) and (v.is_matrix or not rule.matrices)
+    ]
 
 
 def _takes(rule: Rule, series: Series, blocks: int) -> bool:
@@ -88,7 +97,30 @@ def pair_within(rule: Rule, run: str, values: Sequence[Value]) -> list[Pair]:
         ]
     # An early checkpoint without a past is no finding; the last one without a past is.
     last = max(wanted, default=0)
-    return [p for p in pairs if p.gap != "reference" or p.step == last]
+    return with_siblings([p for p in pairs if p.gap != "reference" or p.step == last])
+
+
+def with_siblings(pairs: list[Pair]) -> list[Pair]:
+    """The pairs, those from zero with the median of what grew from something: in the same block at
+    the same step, or in the whole network where the block has nothing else."""
+    grown = [
+        (p, p.after.value)
+        for p in pairs
+        if p.before and p.after and p.after.value is not None and not p.gap and not p.from_zero
+    ]
+
+    def beside(pair: Pair) -> float | None:
+        whole = pair.series.head is None
+        alike = [
+            (p.series.block, value)
+            for p, value in grown
+            if p.step == pair.step and (p.series.head is None) == whole
+        ]
+        block = [value for block, value in alike if block == pair.series.block]
+        found = block or [value for _, value in alike]
+        return median(found) if found else None
+
+    return [replace(p, beside=beside(p)) if p.from_zero else p for p in pairs]
 
 
 def _by_series(values: Iterable[Value]) -> Iterator[list[Value]]:
@@ -192,7 +224,9 @@ def pair_with_baseline(
     new = {(v.series, v.step, v.probe): v for v in values if v.step in wanted}
     _rejoin(old, new)
     keys = sorted({*old, *new}, key=lambda k: (k[0].order, k[1], k[2] or ""))
-    return [matched(Pair(rule, run, old.get(k), new.get(k), "the baseline")) for k in keys]
+    return with_siblings(
+        [matched(Pair(rule, run, old.get(k), new.get(k), "the baseline")) for k in keys]
+    )
 
 
 _Keyed = dict[tuple[Series, int, "str | None"], Value]

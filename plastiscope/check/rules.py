@@ -31,7 +31,8 @@ class Rule:
     """One rule. Every field but `name` is also its key in the configuration file.
 
     Selection: `metric` exactly; `subject`, `parameters` and `tokens` exactly, any when None;
-    `components` by pattern (`fc*`, or `!*.bias` for all others), any when empty; `blocks` as "0",
+    `components` by pattern (`fc*`, or `!*.bias` for all others), any when empty; `matrices` only
+    what has two sides, no gain, bias or token (of weights); `blocks` as "0",
     "0:6" (end excluded), "-1" or a list, any when None; `heads` any, none (whole layers only) or
     each (heads only); `steps` last, all, or "after N".
 
@@ -58,6 +59,7 @@ class Rule:
     parameters: str | None = None
     tokens: str | None = None
     components: tuple[str, ...] = ()
+    matrices: bool = False
     blocks: tuple[str, ...] | None = None
     heads: str = "any"
     steps: str = "last"

@@ -73,6 +73,11 @@ class Value:
     rounding: float = 0.0
 
     @property
+    def is_matrix(self) -> bool:
+        """Whether it was measured of a matrix, and not of a vector's entries."""
+        return min(self.rows or 0, self.columns or 0) > 1
+
+    @property
     def shape(self) -> tuple[int | None, int | None]:
         """What must not differ between compared values: a weight's shape, else the width."""
         return (self.rows if self.series.subject == "weight" else None), self.columns

@@ -5,7 +5,7 @@ Axes: H heads, out, in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,7 +21,8 @@ class Magnitude:
 
     `count` entries each; `absolute` and `square` are sums of |w| and w^2; `change` and `drift` sums
     of (w - previous)^2 and (w - first)^2: None when there is no earlier tensor, a string when it
-    can't be compared ("shape_changed").
+    can't be compared ("shape_changed"). `sides` are the rows and columns of a matrix, None of
+    anything else.
     """
 
     count: int
@@ -31,6 +32,7 @@ class Magnitude:
     replicated: ClassVar[bool] = False
     change: Floats | str | None = None
     drift: Floats | str | None = None
+    sides: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -63,8 +65,8 @@ class Magnitude:
 
     @property
     def size(self) -> tuple[int | None, int | None]:
-        """Entries of each tensor."""
-        return self.count, None
+        """Rows and columns of each matrix; the entries of each other tensor."""
+        return self.sides or (self.count, None)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ class Weight:
         """
         batched = matrices.ndim == 3
         magnitude = Magnitude.of(matrices, previous=previous, first=first, batched=batched)
-        return cls(spectra_of(matrices), magnitude)
+        rows, columns = matrices.shape[-2:]
+        return cls(spectra_of(matrices), replace(magnitude, sides=(rows, columns)))
 
     @property
     def parts(self) -> dict[str, Any]:

@@ -26,6 +26,7 @@ subject = "weight"
 parameters = "p=1"
 tokens = "cls"
 component = "q"
+matrices = true
 blocks = ["0:6", -1]
 head = "each"
 steps = "after 100"
@@ -48,9 +49,10 @@ def test_every_key_is_read(tmp_path: Path) -> None:
     settings = read_check_settings(folder=tmp_path)
     rule = Rule(
         name="q loses rank", metric="effective_rank", subject="weight", parameters="p=1",
-        tokens="cls", components=("q",), blocks=("0:6", "-1"), heads="each", steps="after 100",
-        bad="down", against="first", absolute=1.0, relative=0.25, errors=2.0, steady=0.4,
-        share=0.5, severity="warn", optional=True, nulls=("no_cls_token",), reason="because",
+        tokens="cls", components=("q",), matrices=True, blocks=("0:6", "-1"), heads="each",
+        steps="after 100", bad="down", against="first", absolute=1.0, relative=0.25, errors=2.0,
+        steady=0.4, share=0.5, severity="warn", optional=True, nulls=("no_cls_token",),
+        reason="because",
     )  # fmt: skip
     assert settings == CheckSettings((rule,), True, tmp_path / "base.jsonl", ("weight_*",), True)
     assert {f.name for f in fields(Rule)} - {"limit", "components", "heads"} <= {

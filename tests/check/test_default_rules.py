@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +14,6 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from plastiscope import store
 from plastiscope.analysis import analyze
 from plastiscope.check import Result, check
 from plastiscope.check.defaults import BASELINE_RULES, RUN_RULES
@@ -20,6 +21,7 @@ from plastiscope.config import Settings
 from plastiscope.store import Row
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
+Maker = Callable[..., Path]
 ONLY = tuple(sorted({rule.metric for rule in (*RUN_RULES, *BASELINE_RULES)}))
 WIDTH = 40
 SAVED = (0, 20, 50, 100, 200, 300)
@@ -115,28 +117,69 @@ DEFECTS = {
 }
 
 
-def test_what_started_at_zero_has_not_blown_up(tmp_path: Path) -> None:
-    def table(weight: float, bias: float) -> Path:
-        out = tmp_path / f"{weight}-{bias}"
-        for step, factor in ((0, 0.0), (100, 1.0)):
-            rows = [
-                Row("weight_magnitude", "weight", 0.1 if step == 0 else weight, "fc1", 0),
-                Row("weight_magnitude", "weight", bias * factor, "attn.bo",
-                    status="ok" if factor else "zero_matrix"),
-                Row("dormant_fraction", "unit", 0.0, "activation", 0, parameters="tau=0.025"),
-            ]  # fmt: skip
-            common = {"run": "r", "checkpoint": str(step), "step": step, "task": None}
-            common |= {"branch": "raw", "checkpoint_fingerprint": str(step)}
-            store.write(store.checkpoint_file(out, "r", str(step)), rows, common, "k", {})
-        return out
+BLOW_UP = next(rule for rule in RUN_RULES if rule.name == "weights-blow-up")
+QUIET = Row("dormant_fraction", "unit", 0.0, "activation", 0, parameters="tau=0.025")
 
-    rule = next(rule for rule in RUN_RULES if rule.name == "weights-blow-up")
-    healthy = check(table(0.12, 0.0214), rules=[rule])
-    assert healthy.passed and [f.kind for f in healthy.findings] == ["from_zero"]
-    blown = check(table(0.5, 0.0214), rules=[rule])
-    assert named(blown) == {("weight_magnitude", "block 0 fc1")}
-    floor = [replace(rule, relative=0.0)]
-    assert not check(table(0.1, 0.0214), rules=floor).passed
+
+def weight(number: float, component: str, block: int | None = 0, **changes: Any) -> Row:
+    """Of a matrix, unless the sides say otherwise."""
+    status = "ok" if number else "zero_matrix"
+    row = Row("weight_magnitude", "weight", number, component, block, rows=8, columns=4)
+    return replace(row, status=status, **changes)
+
+
+def test_a_gain_may_grow_from_little_and_a_matrix_may_not(make: Maker) -> None:
+    """LayerScale starts at 1e-5 and reaches 0.1 in healthy runs."""
+    gain = {"rows": 8, "columns": None}
+    out = make("healthy", {
+        0: [weight(1e-5, "ls1.gamma", **gain), weight(0.1, "fc1"), QUIET],
+        9: [weight(0.1, "ls1.gamma", **gain), weight(0.2, "fc1"), QUIET],
+    })  # fmt: skip
+    result = check(out, rules=[BLOW_UP])
+    assert result.passed and result.compared == 1 and not result.findings
+    everything = replace(BLOW_UP, matrices=False)
+    assert named(check(out, rules=[everything])) == {("weight_magnitude", "block 0 ls1.gamma")}
+    out = make("blown", {0: [weight(0.1, "fc1")], 9: [weight(0.5, "fc1")]})
+    assert named(check(out, rules=[BLOW_UP])) == {("weight_magnitude", "block 0 fc1")}
+
+
+@pytest.mark.parametrize("against", ["first", "baseline"])
+@pytest.mark.parametrize(("grown", "kinds"), [
+    (0.07, ["from_zero"]),  # a LoRA factor, a last layer: as large as its siblings
+    (0.39, ["from_zero"]),  # below four times their median, 0.1
+    (0.45, ["regression"]),
+    (0.01, []),  # within the absolute tolerance
+])  # fmt: skip
+def test_a_matrix_from_zero_is_held_against_its_siblings(
+    make: Maker, grown: float, kinds: list[str], against: str
+) -> None:
+    others = [weight(0.05, "q"), weight(0.1, "fc1"), weight(0.12, "fc2"), weight(9.0, "fc1", 1)]
+    head = [weight(0.1, "fc2", head=1)]  # another kind of place
+    first = make("first", {0: [weight(0.0, "lora_b"), *others, *head, QUIET]})
+    rule = replace(BLOW_UP, against=against)
+    if against == "baseline":
+        result = check(make("now", {0: [weight(grown, "lora_b"), *others, *head]}), first, [rule])
+    else:
+        make("first", {9: [weight(grown, "lora_b"), *others, *head, QUIET]})
+        result = check(first, rules=[rule])
+    assert [f.kind for f in result.findings] == kinds
+    assert result.passed == ("regression" not in kinds)
+    for finding in result.findings:
+        assert finding.series is not None and finding.series.where == "block 0 lora_b"
+        assert finding.message.startswith("block 0 lora_b weight weight_magnitude 0 -> ")
+        assert "its siblings 0.1" in finding.message
+        assert finding.kind != "regression" or finding.excess == pytest.approx(0.35 / 0.3)
+
+
+def test_a_matrix_from_zero_alone_in_its_block_is_held_against_the_network(make: Maker) -> None:
+    rest = [weight(0.1, "fc1"), weight(0.2, "fc1", 1), weight(0.3, "fc1", 2)]
+    out = make("out", {0: [weight(0.0, "head", None), *rest, QUIET],
+                       9: [weight(2.0, "head", None), *rest, QUIET]})  # fmt: skip
+    (finding,) = check(out, rules=[BLOW_UP]).regressions
+    assert "head weight weight_magnitude 0 -> 2, its siblings 0.2" in finding.message
+    alone = make("alone", {0: [weight(0.0, "a")], 9: [weight(2.0, "a")]})
+    result = check(alone, rules=[BLOW_UP])
+    assert [f.kind for f in result.findings] == ["from_zero"] and result.passed
 
 
 def named(result: Result) -> set[tuple[str, str]]:

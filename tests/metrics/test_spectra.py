@@ -230,6 +230,18 @@ def test_earlier_checkpoints():
     assert same.value == 0 and same.status == "ok"
 
 
+def test_a_matrix_says_its_sides_and_a_vector_its_entries():
+    """So that a gate can tell a matrix from a gain."""
+    only = frozenset({"weight_magnitude"})
+    place = Place("fc1", 0, "weight")
+    for shape, sides in (((3, 4), (3, 4)), ((2, 3, 4), (3, 4))):
+        heads = Place("q", 0, "weight", heads=2) if len(shape) == 3 else place
+        found = measure(Weight.of(torch.ones(shape)), heads, only)
+        assert {(row.rows, row.columns) for row in found} == {sides}
+    (row,) = measure(Magnitude.of(torch.ones(5)), place, only)
+    assert (row.rows, row.columns) == (5, None)
+
+
 def test_heads_are_rows_and_equal_their_own_matrices():
     heads = torch.randn(3, 8, 20, generator=torch.Generator().manual_seed(6))
     found = measure(Weight.of(heads), Place("q", 1, "weight", heads=3, tensor="w"))
