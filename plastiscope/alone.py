@@ -5,12 +5,12 @@ Blocks may share a module: the n-th block is then its n-th call, if no other cal
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import nn
+from torch import Tensor, nn
 
-from .anatomy.parts import Component, plain_name
+from .anatomy.parts import Component, is_expert
 from .network import Network, is_part
 from .observations import Called
 
@@ -41,13 +41,13 @@ class Alone:
 
 
 def components_alone(network: Network) -> Alone:
-    """Of every component that computes something: not the residual stream, a bias or a table, and
-    of a mixture the experts as one."""
+    """Of every component that computes something: not the residual stream, a bias or a table. Of a
+    mixture the experts as one: an expert alone isn't given inputs, but some of their tokens."""
     known = _modules(network)
     parts = [
         replace(c, path=_own_path(c, network, known))
         for c in network.anatomy.components
-        if is_part(c) and not c.embeds and plain_name(c.name) == c.name
+        if is_part(c) and not c.embeds and not is_expert(c.name)
     ]
     obstacles = {(c.name, c.block): _obstacle(c, parts, known) for c in parts}
     paths = {(c.name, c.block): c.path for c in parts if obstacles[c.name, c.block] is None}
@@ -58,6 +58,8 @@ def components_alone(network: Network) -> Alone:
         for key, reason in obstacles.items()
         if reason and key not in functions and key[0] not in STREAM
     }
+    experts = [c for c in network.anatomy.components if is_expert(c.name)]
+    left |= {(c.name, c.block): "part_of_experts" for c in experts}
     return Alone({**calls, **functions}, left)
 
 
@@ -126,6 +128,18 @@ def _numbered(paths: Mapping[Where, str]) -> dict[Where, Called]:
         key: Called(path, every[:position].count(path), every.count(path))
         for position, (key, path) in enumerate(paths.items())
     }
+
+
+def matrices(network: Network) -> Iterator[tuple[Where, Tensor]]:
+    """The matrix of each component that is one: of q the rows of a fused projection, for example,
+    before whatever norm or rotation the model applies to what they make."""
+    assert network.live is not None
+    known = _modules(network)
+    for c in network.anatomy.components:
+        if c.linear and len(c.weights) == 1:
+            owner, _, name = c.weights[0].tensor.rpartition(".")
+            weight = getattr(known[owner], name)  # resolved, where it's parametrised
+            yield (c.name, c.block), c.weights[0].of(weight.detach())
 
 
 def blocks_alone(network: Network) -> Alone:

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alone import Alone, blocks_alone, components_alone
+from .alone import Alone, blocks_alone, components_alone, matrices
 from .anatomy import watch
-from .anatomy.parts import Component
+from .anatomy.parts import Component, is_expert, plain_name
 from .metrics import METRICS, Place, absent, measure
 from .models.live import Batch
 from .network import Network
@@ -24,6 +24,7 @@ from .observations import (
     observe_jacobians,
     observe_ntk,
 )
+from .observations.jacobian import jacobian_of_weight
 from .observations.kernel import Kernel
 from .store import Row
 
@@ -35,7 +36,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
-VERSION = 2
+VERSION = 3
 """Of the measures on request. Raise it with every change after which the same network gives other
 kernels, Jacobians, rates of change or gradients, or gives them for other components."""
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
@@ -83,15 +84,20 @@ def kernels(
 
 
 def parameter_owners(network: Network) -> dict[str, Hashable]:
-    """The component (and block) of each parameter; of a fused one all of them, as "q+k+v"."""
+    """The component (and block) of each parameter; of a fused one all of them, as "q+k+v", and as
+    "experts gate+fc1" where it holds all experts'."""
     found: dict[str, list[Component]] = {}
     for component in network.anatomy.components:
         for matrix in component.weights:
             found.setdefault(matrix.tensor, []).append(component)
-    return {
-        name: ("+".join(dict.fromkeys(c.name for c in parts)), parts[0].block)
-        for name, parts in found.items()
-    }
+    return {name: (_joint_name(parts), parts[0].block) for name, parts in found.items()}
+
+
+def _joint_name(parts: Sequence[Component]) -> str:
+    names = list(dict.fromkeys(c.name for c in parts))
+    plain = list(dict.fromkeys(map(plain_name, names)))
+    fused = len(names) > 1 and all(map(is_expert, names))
+    return f"experts {'+'.join(plain)}" if fused else "+".join(names)
 
 
 def kernel_rows(
@@ -123,10 +129,13 @@ def place_of(key: Hashable) -> Place:
 def jacobian_rows(
     network: Network, batch: Batch, chosen: frozenset[str], seed: int
 ) -> Iterator[Row]:
-    """Of every component that is a module, of every block and of the whole network."""
+    """Of every component that is a module or a matrix alone, of every block and of the network."""
     assert network.live is not None
     live, places = network.live, jacobian_places(network)
     found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
+    for where, weight in matrices(network):
+        if where not in found:
+            found[where] = jacobian_of_weight(weight, len(batch["inputs"]))
     yield from rows_at(found, "jacobian", chosen)
     for alone in (components_alone(network), blocks_alone(network)):
         yield from absent_rows(alone, found, "Jacobian", "jacobian", chosen)
@@ -144,9 +153,10 @@ def absent_rows(
     alone: Alone, found: Collection[Hashable], kind: str, subject: str, chosen: frozenset[str]
 ) -> Iterator[Row]:
     """Null rows, with the reason, of what can't be called alone or was called otherwise."""
-    missed = {key: "called_otherwise" for key in alone.calls if key not in found}
-    for (component, block), status in {**alone.obstacles, **missed}.items():
-        yield from absent(kind, Place(component, block, subject), status, chosen)
+    reasons = {**alone.obstacles, **dict.fromkeys(alone.calls, "called_otherwise")}
+    for key, status in reasons.items():
+        if key not in found:
+            yield from absent(kind, Place(*key, subject), status, chosen)
 
 
 def keyed(places: Mapping[tuple[str, int | None], Called]) -> dict[Hashable, Called]:
@@ -168,8 +178,9 @@ def gradient_rows(
 ) -> Iterator[Row]:
     """Of every activation: the loss's gradients into its units, on a labelled probe."""
     parts = network.anatomy.components
-    activations = {i: c for i, c in enumerate(parts) if c.name == "activation" and c.features}
-    places = {i: Place(c.name, c.block, "gradient", "all") for i, c in activations.items()}
+    units = {i: c for i, c in enumerate(parts) if plain_name(c.name) == "activation"}
+    places = {i: Place(c.name, c.block, "gradient", "all") for i, c in units.items()}
+    activations = {i: c for i, c in units.items() if c.features}
     if "labels" not in batch:
         for place in places.values():
             yield from absent("UnitGradients", place, "no_labels", chosen)
@@ -178,7 +189,8 @@ def gradient_rows(
     for i, place in places.items():
         gradient = seen.get(i)
         if gradient is None:
-            yield from absent("UnitGradients", place, "no_gradient", chosen)
+            reason = "no_gradient" if i in activations else _why_unseen(units[i])
+            yield from absent("UnitGradients", place, reason, chosen)
             continue
         if activations[i].input_axis >= 0 and gradient.ndim > 2:
             axes = (activations[i].input_axis, activations[i].channel_axis)
@@ -194,6 +206,10 @@ def gradient_rows(
         sums = UnitGradientSums(folds)
         sums.add(per_input[counted.to(per_input.device)], fold.repeat_interleave(counted.sum(1)))
         yield from measure(sums.finish(), place, chosen)
+
+
+def _why_unseen(activation: Component) -> str:
+    return "output_not_seen" if activation.name == "activation" else "part_of_experts"
 
 
 def _gradients_at(

@@ -12,25 +12,17 @@ import torch
 
 from . import models, probe
 from .anatomy import Proof, effective_tensors, from_names, trace, verify
-from .anatomy.parts import Anatomy, Component, plain_name
+from .anatomy.parts import CANONICAL, PROJECTIONS, Anatomy, Component, is_expert, plain_name
 from .checkpoints import State
 from .config import Settings
 from .errors import UsageError, unknown
 from .models.live import Batch, Live
 from .models.outputs import unmasked
 from .models.zoo import OWN
-from .replay import PROJECTIONS
 from .weigh import Read, cover
 
 ASSUMPTIONS = tuple(key for key in OWN if key != "probe")
 """What `--assume` may correct in a network that is rebuilt from its checkpoint alone."""
-CANONICAL = frozenset(
-    {
-        "embedding", "norm1", "q", "k", "v", "attention_output", "residual1", "norm2", "gate",
-        "fc1", "activation", "fc2", "residual2", "final_norm", "head", "conv", "fc", "norm",
-    }
-)  # fmt: skip
-"""Names of components that have an output in the forward pass."""
 
 
 def label(each: probe.Probe) -> str:
@@ -45,11 +37,9 @@ def signature(state: State) -> str:
 
 
 def is_part(component: Component) -> bool:
-    """Whether a component has an output of its own: a bias or a table of positions has none, of an
-    expert only the units are looked at."""
-    if component.features is None and plain_name(component.name) != component.name:
-        return plain_name(component.name) == "activation"
-    return component.features is not None or component.name in CANONICAL
+    """Whether a component has an output of its own: a bias or a table of positions has none."""
+    named = component.name in CANONICAL or is_expert(component.name)
+    return component.features is not None or named or component.is_unseen
 
 
 def counted_entries(state: State) -> int:
@@ -126,11 +116,15 @@ class Network:
     def is_observed(self, component: Component) -> bool:
         """Whether a replay sees the component's output, by itself or at the attention."""
         at_attention = component.name in PROJECTIONS and component.block in self.anatomy.attention
-        of_expert = component.block in self.anatomy.experts and (
-            component.name != plain_name(component.name) == "activation"
-        )
-        seen = component.features is not None or at_attention or of_expert
+        seen = component.features is not None or at_attention or self._of_expert(component)
         return self.live is not None and seen
+
+    def _of_expert(self, component: Component) -> bool:
+        """Whether it is an expert's part that the routing shows."""
+        site = self.anatomy.experts.get(component.block or 0)
+        if site is None or not is_expert(component.name):
+            return False
+        return plain_name(component.name) in {*site.whole, "activation"}
 
     def on_device(self, batch: Batch) -> Batch:
         """The batch where the network is."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from .anatomy import AttentionCall, Routed, watch
 from .anatomy.parts import (
     INNERMOST,
+    PROJECTIONS,
     UNTOLD,
     Anatomy,
     AttentionSite,
@@ -26,16 +28,20 @@ from .anatomy.parts import (
     ExpertSite,
     Site,
     expert_part,
+    is_expert,
+    own_name,
+    plain_name,
 )
 from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
 from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
 from .store import Row
 
-VERSION = 2
+VERSION = 3
 """Of what is reduced from a replay. Raise it with every change after which the same components give
 other observations: which rows, tokens, experts and folds count, and how they are summed."""
-PROJECTIONS = ("q", "k", "v")
+
+NETWORK = ("network", None)
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,7 @@ class _Chunk:
     chosen: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = field(
         default_factory=dict
     )
+    kept: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
 
 
 @dataclass
@@ -95,7 +102,7 @@ class Replay:
         experts: dict[Hashable, ExpertSite] = {}
         experts.update(self.anatomy.experts.items())
         for block, site in self.anatomy.experts.items():
-            for number in range(len(site.down)):
+            for number in range(site.count):
                 self._add_expert(block, number)
         return watch(
             live.module,
@@ -146,7 +153,7 @@ class Replay:
         assert self._chunk is not None
         windows = call.q.shape[0] // len(self._chunk.fold)
         for name, heads in zip(PROJECTIONS, (call.q, call.k, call.v), strict=True):
-            index = self._index(block, name)
+            index = self._places.get((block, name))
             if index is None:
                 continue
             x = heads.transpose(1, 2)
@@ -160,31 +167,32 @@ class Replay:
             queries = None
         sums.add(call.probabilities, call.visible, fold, queries)
 
-    def _add_expert(self, block: int, number: int) -> UnitSums | None:
+    def _add_expert(self, block: int, number: int) -> None:
         """The sums of an expert's units, which are there before any token goes to it."""
-        index = self._index(block, expert_part(number, "activation"))
-        if index is None:
-            return None
+        index = self._places[block, expert_part(number, "activation")]
         function = self.anatomy.components[index].function
-        return self.units.setdefault(index, UnitSums(self.sampling.folds, function))
+        self.units.setdefault(index, UnitSums(self.sampling.folds, function))
 
     def _on_expert(self, block: Any, number: int, routed: Routed | None) -> None:
         assert self._chunk is not None
-        sums, mask = self._add_expert(block, number), self._chunk.mask
-        if sums is None:
-            return
         inputs = len(self._chunk.fold)
+        parts = {*self.anatomy.experts[block].parts, "activation"}
+        places = {part: self._places[block, expert_part(number, part)] for part in parts}
         if routed is None or routed.tokens % inputs:
-            index = self._index(block, expert_part(number, "activation"))
-            self.unplaced.update([] if index is None else [index])
+            self.unplaced.update(places.values())
             return
+        positions = routed.tokens // inputs
         numbers = routed.numbers.cpu()
-        keep = torch.ones(len(numbers), dtype=torch.bool)
-        if mask is not None and mask.numel() == routed.tokens:
-            keep = mask.flatten().cpu()[numbers]
-        fold = self._chunk.fold[numbers // (routed.tokens // inputs)]
+        keep = self._keep(self._chunk, positions, False).flatten()[numbers]
+        fold = self._chunk.fold[numbers // positions]
         before = None if routed.before is None else routed.before[keep]
-        sums.add(routed.units[keep], before, fold[keep])
+        self.units[places["activation"]].add(routed.units[keep], before, fold[keep])
+        some = self._keep(self._chunk, positions, True).flatten()[numbers]
+        cls = numbers % positions == self.anatomy.cls
+        for part, x in {**routed.outputs, "activation": routed.units}.items():
+            self._sums(places[part], "all").add(x[some], fold[some])
+            if self.anatomy.cls is not None:
+                self._sums(places[part], "cls").add(x[cls], fold[cls])
 
     def _maps(self, block: int) -> AttentionSums:
         if block not in self.attention:
@@ -193,18 +201,18 @@ class Replay:
             self.attention[block] = AttentionSums(self.sampling.folds, causal=causal, maps=maps)
         return self.attention[block]
 
-    def _index(self, block: int, name: str) -> int | None:
-        for index, component in enumerate(self.anatomy.components):
-            if component.block == block and component.name == name:
-                return index
-        return None
+    @cached_property
+    def _places(self) -> dict[tuple[int | None, str], int]:
+        """The number of each component by its block and name, the first where several share one."""
+        numbered = reversed(list(enumerate(self.anatomy.components)))
+        return {(c.block, c.name): index for index, c in numbered}
 
     def _add_features(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, d] or [B, d]."""
         assert self._chunk is not None
         rows, fold, inputs = self._rows(x, self._chunk, bounded=True)
         self._sums(index, "all").add(rows, fold, inputs if x.ndim > 2 else None)
-        cls = self.anatomy.cls
+        cls = None if self.anatomy.components[index].before_cls else self.anatomy.cls
         if cls is not None and (x.ndim == 2 or x.shape[1] > cls):
             self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.fold)
 
@@ -236,7 +244,7 @@ class Replay:
             return x, chunk.fold, torch.arange(len(x))
         key = (x.shape[1], bounded)
         if key not in chunk.chosen:
-            keep = self._keep(chunk, x.shape[1], bounded)
+            keep = self._keep(chunk, *key)
             numbers = torch.arange(len(x))[:, None].expand(keep.shape)[keep]
             chosen = None if keep.all() else keep.flatten().nonzero().squeeze(1).to(x.device)
             chunk.chosen[key] = chosen, chunk.fold[numbers], numbers
@@ -245,8 +253,13 @@ class Replay:
         return flat if chosen is None else flat[chosen], fold, numbers
 
     def _keep(self, chunk: _Chunk, positions: int, bounded: bool) -> torch.Tensor:
-        """Which positions count [B, P], on the CPU; bounded: at most so many of each input, drawn
-        by the input's own seed, so that neither the batch size nor the component changes which."""
+        """Which positions count [B, P], on the CPU; bounded: at most so many of each input."""
+        if (positions, bounded) not in chunk.kept:
+            chunk.kept[positions, bounded] = self._draw(chunk, positions, bounded)
+        return chunk.kept[positions, bounded]
+
+    def _draw(self, chunk: _Chunk, positions: int, bounded: bool) -> torch.Tensor:
+        """Drawn by the input's own seed: neither the batch size nor the component changes which."""
         keep = np.ones((len(chunk.fold), positions), dtype=bool)
         if chunk.mask is not None and chunk.mask.shape[1] == positions:
             keep &= chunk.mask.cpu().numpy()
@@ -265,7 +278,7 @@ class Replay:
 
     def rows(self, only: Collection[str]) -> list[Row]:
         """The rows of every metric in `only`, in the network's order; once, since it uses up what
-        was summed."""
+        was summed. What the network hasn't got is a null row of its own."""
         chosen = frozenset(only)
         numbered = enumerate(self.anatomy.components)
         parts = in_threads(lambda item: self._component_rows(*item, chosen), numbered)
@@ -273,41 +286,65 @@ class Replay:
         if self.outputs is not None:
             rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
         known = [sums.finish() for k, sums in self.units.items() if k not in self.unplaced]
-        return rows + unit_totals(known, chosen)
+        return rows + unit_totals(known, chosen) + self._lacking(chosen)
+
+    def _lacking(self, only: frozenset[str]) -> list[Row]:
+        """Null rows of what isn't there: of a CLS token, attention and units in the network, and
+        of the attention of modules that may have one."""
+        anatomy, rows = self.anatomy, list[Row]()
+        if anatomy.cls is None:
+            rows += absent("Features", Place(*NETWORK, "feature", "cls"), "no_cls_token", only)
+        if not anatomy.attention and not anatomy.unread:
+            rows += absent("Attention", Place(*NETWORK, "attention"), "no_attention", only)
+        if not self.units:
+            rows += absent("Units", Place(*NETWORK, "unit", "all"), "no_activation", only)
+        for path, status in anatomy.unread.items():
+            place = Place(own_name(path) or NETWORK[0], None, "attention")
+            rows += absent("Attention", place, status, only)
+        return rows
 
     def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
         rows: list[Row] = []
-        seen = (index, "all") in self.features
+        reasons = self._reasons(index, component)
         for tokens in ("all", "cls"):
             place = Place(component.name, component.block, "feature", tokens)
             # Taken out: what one component held is free for the next one's matrices.
-            if (sums := self.features.pop((index, tokens), None)) is not None:
+            sums = self.features.pop((index, tokens), None)
+            if sums is not None and sums.counts.any():
                 rows += measure(sums.finish(), place, only)
-            elif index in self.unplaced:
-                rows += absent("Features", place, "inputs_not_told_apart", only)
-            elif tokens == "cls" and seen and self._lacks_cls():
-                rows += absent("Features", place, "no_cls_token", only)
+            elif tokens in reasons:
+                rows += absent("Features", place, reasons[tokens], only)
         if index in self.per_head and component.heads:
             site = self.anatomy.attention[component.block or 0]
             heads = site.heads if component.name == "q" else site.kv_heads
             place = Place(component.name, component.block, "feature", "all", heads=heads)
             rows += measure(self.per_head.pop(index).finish(), place, only)
         place = Place(component.name, component.block, "unit", "all")
-        if index in self.units and index in self.unplaced:
-            rows += absent("Units", place, "inputs_not_told_apart", only)
-        elif index in self.units:
+        if index in self.units and index not in self.unplaced:
             rows += measure(self.units[index].finish(), place, only)
+        elif plain_name(component.name) == "activation" or _is_whole_expert(component):
+            rows += absent("Units", place, reasons.get("all", "output_not_seen"), only)
         if component.name == "q" and component.block in self.attention:
             heads = self.anatomy.attention[component.block].heads
             place = Place("attention", component.block, "attention", heads=heads)
             rows += measure(self.attention[component.block].finish(), place, only)
         return rows
 
-    def _lacks_cls(self) -> bool:
-        """Whether a CLS token is missed: in an encoder."""
-        sites = self.anatomy.attention.values()
-        encoder = bool(sites) and not any(site.causal for site in sites)
-        return encoder and self.anatomy.cls is None
+    def _reasons(self, index: int, component: Component) -> dict[str, str]:
+        """Why features that aren't there aren't, by "all" (of the tokens) and "cls"."""
+        cls = {"cls": "no_cls_token"} if component.before_cls else {}
+        if index in self.unplaced:
+            reason = "inputs_not_told_apart"
+        elif is_expert(component.name):
+            site = self.anatomy.experts.get(component.block or 0)
+            whole = site and plain_name(component.name) in {*site.whole, "activation"}
+            reason = "not_routed" if whole else "bias_added_apart" if site else "expert_not_read"
+        elif component.is_unseen:
+            unused = {m.tensor for m in component.weights} & {*self.anatomy.unexplained}
+            reason = "not_used" if unused else "output_not_seen"
+        else:
+            return cls
+        return {"all": reason} if self.anatomy.cls is None else {"all": reason, "cls": reason}
 
 
 def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
@@ -319,6 +356,11 @@ def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
             reduce(*args)
 
     return call
+
+
+def _is_whole_expert(component: Component) -> bool:
+    """Whether it's an expert whose parts aren't known."""
+    return is_expert(component.name) and plain_name(component.name) == component.name
 
 
 def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:

@@ -18,7 +18,7 @@ from plastiscope.anatomy.trace import trace
 from plastiscope.anatomy.verify import Proof, verify
 from plastiscope.anatomy.watch import AttentionCall, Watch, watch
 
-VERSION = 2
+VERSION = 3
 """Of what is found in a network. Raise it with every change that finds, places or proves a
 component, a head, an expert or an activation otherwise than before, by the trace or by the stored
 names: rows of an earlier version are measured again."""

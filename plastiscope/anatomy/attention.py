@@ -74,11 +74,12 @@ def _rows_of(product: Product, rows: tuple[int, ...], keep: bool = False) -> Mat
 
 
 def attentions(
-    record: Record, linear: list[Product], norms: Sequence[Norm], notes: list[str]
+    record: Record, linear: list[Product], norms: Sequence[Norm], unread: dict[str, str]
 ) -> list[Attention]:
     """Every attention of the pass whose queries depend on the inputs, in order.
 
-    Others are left out, as are those whose maps are over channels, not tokens, and notes say so.
+    Others are left out, as are those whose maps are over channels, not tokens: their modules are
+    put into `unread`, with the reason.
     """
     by_call = {p.call.index: p for p in linear if not p.is_depthwise}
     found = []
@@ -91,11 +92,10 @@ def attentions(
             continue
         if parts is None:
             continue
-        path = call.site.module or "the network"
         if not record.values[parts["q"].value].live:
-            notes.append(f"{path} has the same queries for all inputs: it isn't read as attention")
+            unread[call.site.module] = "same_queries"
         elif _over_channels(record, parts["q"], by_call, norms):
-            notes.append(f"{path} attends over channels, not tokens: its maps aren't measured")
+            unread[call.site.module] = "over_channels"
         else:
             found.append(_described(record, call, parts, by_call, norms))
     return found

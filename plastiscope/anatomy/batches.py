@@ -11,10 +11,29 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from plastiscope.anatomy.parts import INNERMOST, UNTOLD, AttentionSite, Component, Operand
+from plastiscope.anatomy.parts import INNERMOST, UNTOLD, AttentionSite, Component, Operand, Site
 from plastiscope.anatomy.record import Record
 
 OPERANDS = ("q", "k", "v", "output", "scores", "probabilities")
+
+
+def untold(axes: Mapping[int, int]) -> bool:
+    """Whether the inputs couldn't be told apart in some value."""
+    return UNTOLD in axes.values()
+
+
+def told_again(record: Record, again: Record, sites: Collection[Site]) -> dict[int, int]:
+    """The `input_axis` of the values at these sites, from a pass of its own over other inputs: it
+    may take another path, as a mixture of experts does."""
+    axes: dict[int, int] = {}
+    for site in sites:
+        try:
+            number, other = record.at(site), again.values[again.at(site)].tensor
+        except LookupError:
+            continue  # The model took another path here.
+        if (axis := _axis(record, number, other, len(record.inputs))) is not None:
+            axes[number] = axis
+    return axes
 
 
 def placed_by_input(
@@ -58,14 +77,18 @@ def operand_values(record: Record, sites: Collection[AttentionSite]) -> set[int]
 
 def seen_values(record: Record, parts: list[Component]) -> set[int]:
     """The values at the components' sites."""
-    sites = [site for c in parts for site in (c.features, c.pre_activation) if site is not None]
-    return {record.at(site) for site in sites}
+    return {record.at(site) for site in sites_of(parts)}
+
+
+def sites_of(parts: list[Component]) -> list[Site]:
+    """Where the components are seen."""
+    return [site for c in parts for site in (c.features, c.pre_activation) if site is not None]
 
 
 def input_axes(record: Record, wanted: Collection[int]) -> dict[int, int]:
     """The `input_axis` of each of these values; none for a value that no input changes."""
     count = len(record.inputs)
-    changed = _other_inputs(record.inputs)
+    changed = other_inputs(record.inputs)
     if changed is None:
         return {}
     axes: dict[int, int] = {}
@@ -88,7 +111,7 @@ def input_axes(record: Record, wanted: Collection[int]) -> dict[int, int]:
     return axes
 
 
-def _other_inputs(inputs: Tensor) -> Tensor | None:
+def other_inputs(inputs: Tensor) -> Tensor | None:
     """The same inputs but for the first, all of which is another; None when that can't be."""
     other = inputs.clone()
     if inputs.is_floating_point():

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from plastiscope.anatomy.feedforward import FeedForward, feed_forward
+from plastiscope.anatomy.linear import adds_weights
 from plastiscope.anatomy.parts import Component, ExpertSite, Matrix, Site, expert_part
-from plastiscope.anatomy.products import Product
+from plastiscope.anatomy.products import CONVOLUTIONS, TRANSPOSED, Product
 from plastiscope.anatomy.record import Call, Record
 from plastiscope.anatomy.sites import input_site, reaches, same_values, site_of
 
@@ -159,15 +160,22 @@ def _expert_components(
         weights = tuple(_of(record, p.matrix, number, found) for p in found.products)
         yield Component(f"expert {number}", block, _owner(weights[0]), weights)
         return
-    matrices = {"gate": ff.gate_matrix, "fc1": ff.fc1_matrix, "fc2": ff.fc2.matrix}
-    for name, matrix in matrices.items():
+    for name, (product, matrix) in _linear(ff).items():
         if name == "fc2" and ff.activation is not None:
             path = _owner(_of(record, ff.fc2.matrix, number, found))
             function = ff.activation.function
             yield Component(expert_part(number, "activation"), block, path, function=function)
-        if matrix is not None:
-            own = _of(record, matrix, number, found)
-            yield Component(expert_part(number, name), block, _owner(own), (own,))
+        own = _of(record, matrix, number, found)
+        plain = product.call.op not in CONVOLUTIONS | TRANSPOSED
+        yield Component(expert_part(number, name), block, _owner(own), (own,), linear=plain)
+
+
+def _linear(ff: FeedForward) -> dict[str, tuple[Product, Matrix]]:
+    """The linear maps of an expert, in order."""
+    found = {"fc1": (ff.fc1, ff.fc1_matrix), "fc2": (ff.fc2, ff.fc2.matrix)}
+    if ff.gate is None or ff.gate_matrix is None:
+        return found
+    return {"gate": (ff.gate, ff.gate_matrix), **found}
 
 
 def _owner(matrix: Matrix) -> str:
@@ -191,32 +199,33 @@ def _of(record: Record, matrix: Matrix, number: int, found: Mixture) -> Matrix:
 
 
 def expert_site(record: Record, found: Mixture) -> ExpertSite | None:
-    """Where the experts' units can be seen; None when they can't."""
+    """Where the experts' units and outputs can be seen; None when they can't."""
     ff = found.expert
     if ff is None or ff.activation is None:
         return None
     units = ff.joined if ff.joined is not None else ff.activation.output
     position = _chosen(record, found.choice)
-    if not same_values(record, units, ff.fc2.source) or position is None:
+    if not same_values(record, units, ff.fc2.source, squeezed=True) or position is None:
         return None
-    site = replace(found.choice.site, port=f"output{position or ''}")
-    gated = ff.gate is not None and ff.gate_matrix is not None
-    first, matrix = (ff.gate, ff.gate_matrix) if gated else (ff.fc1, ff.fc1_matrix)
-    assert first is not None and matrix is not None
-    numbers = range(found.experts)
+    linear = _linear(ff)
+    first = "gate" if "gate" in linear else "fc1"
     return ExpertSite(
         input_site(record, found.router),
-        site,
-        tuple(_of(record, matrix, k, found) for k in numbers),
-        tuple(_of(record, ff.fc2.matrix, k, found) for k in numbers),
-        _is_before(record, first, matrix, ff.activation.source),
+        replace(found.choice.site, port=f"output{position or ''}"),
+        {
+            name: tuple(_of(record, matrix, k, found) for k in range(found.experts))
+            for name, (_, matrix) in linear.items()
+        },
+        frozenset(name for name, (p, _) in linear.items() if not adds_weights(record, p)),
+        first if _is_before(record, *linear[first], ff.activation.source) else None,
     )
 
 
 def _is_before(record: Record, product: Product, matrix: Matrix, number: int) -> bool:
     """Whether the rows of a matrix make the activation's input as it is, nothing added."""
     made = record.values[product.output].tensor
-    if len(product.channels) != 1 or product.channels[0] != made.ndim - 1:
+    if len(product.channels) != 1:
         return False
     rows = list(matrix.rows) if matrix.rows is not None else list(range(product.height))
-    return torch.equal(made[..., rows], record.values[number].tensor)
+    made = made.index_select(product.channels[0], torch.tensor(rows, device=made.device))
+    return torch.equal(made.squeeze(), record.values[number].tensor.squeeze())

@@ -11,6 +11,7 @@ from plastiscope.anatomy.attention import Attention
 from plastiscope.anatomy.blocks import Block, Scene
 from plastiscope.anatomy.experts import mixture_components
 from plastiscope.anatomy.feedforward import FeedForward
+from plastiscope.anatomy.linear import is_plain, with_bias
 from plastiscope.anatomy.parts import Component, Matrix, Site
 from plastiscope.anatomy.products import Product
 from plastiscope.anatomy.record import Record
@@ -54,11 +55,14 @@ def _attention_components(scene: Scene, block: Block) -> list[tuple[int, Compone
             heads = attention.apart[x]
             parts.append((sources[0].output, Component(x, k, sources[0].path, (), heads)))
         elif found is not None:
-            component = Component(x, k, found.product.path, (found.matrix,), found.heads)
+            plain = is_plain(scene.record, found.product)
+            own = (found.matrix,)
+            component = Component(x, k, found.product.path, own, found.heads, linear=plain)
             parts.append((found.product.output, component))
         elif x in attention.undecided:
-            rows = attention.undecided[x]
-            parts.append((sources[0].output, Component(x, k, sources[0].path, (rows,))))
+            own, plain = (attention.undecided[x],), is_plain(scene.record, sources[0])
+            component = Component(x, k, sources[0].path, own, linear=plain)
+            parts.append((sources[0].output, component))
         elif len(sources) > 1:  # its weights are parts of their own
             parts.append((sources[0].output, Component(x, k, sources[0].path)))
     if attention.output is not None:
@@ -75,8 +79,9 @@ def output_component(scene: Scene, attention: Attention, block: int | None) -> C
         Matrix(matrix.tensor, matrix.out_axes, matrix.rows, columns)
         for columns in attention.columns
     )
-    part = Component("attention_output", block, product.path, (matrix,), heads)
-    return seen(scene, part, product.output)
+    plain = is_plain(scene.record, product)
+    part = Component("attention_output", block, product.path, (matrix,), heads, linear=plain)
+    return seen(scene, part, with_bias(scene.record, product))
 
 
 def feed_forward_components(
@@ -103,14 +108,16 @@ def _rows_seen(
     scene: Scene, name: str, product: Product, matrix: Matrix, block: int | None
 ) -> Component:
     """A linear map, or some of its rows, seen at the channels of its output that they make."""
-    part = Component(name, block, product.path, (matrix,))
+    plain = is_plain(scene.record, product)
+    part = Component(name, block, product.path, (matrix,), linear=plain)
+    number = with_bias(scene.record, product)
     if matrix.rows is None:
-        return seen(scene, part, product.output)
+        return seen(scene, part, number)
     if len(product.channels) != 1:
         return part
     own = torch.isin(product.rows.flatten(), torch.tensor(matrix.rows))
     channels = tuple(own.nonzero().flatten().tolist())
-    return replace(seen(scene, part, product.output), channels=channels)
+    return replace(seen(scene, part, number), channels=channels)
 
 
 def seen(scene: Scene, part: Component, number: int) -> Component:
@@ -147,4 +154,6 @@ def activation_component(
 
 def linear_component(scene: Scene, name: str, product: Product, block: int | None) -> Component:
     """A linear map under a name, seen at its output."""
-    return seen(scene, Component(name, block, product.path, (product.matrix,)), product.output)
+    plain = is_plain(scene.record, product)
+    part = Component(name, block, product.path, (product.matrix,), linear=plain)
+    return seen(scene, part, with_bias(scene.record, product))

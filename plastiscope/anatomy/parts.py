@@ -22,6 +22,8 @@ CANONICAL = (
     "fc1", "activation", "fc2", "experts", "residual2", "conv", "fc", "norm", "final_norm", "head",
 )  # fmt: skip
 
+PROJECTIONS = ("q", "k", "v")
+"""Components that are seen at the block's attention."""
 UNTOLD, INNERMOST = -1, -2
 
 
@@ -130,16 +132,21 @@ class ExpertSite:
     """Where the tokens of a block go to different experts; an expert is known by its weights.
 
     `tokens` is the router's input [B, T, d] or [B*T, d], `choice` the numbers of the experts that
-    it chose for each, [..., k] or [...]. For each expert, `first` is the matrix whose rows make
-    the activation's input (`is_before`: as it is, nothing added) and `down` the one that takes
-    the units.
+    it chose for each, [..., k] or [...]. `parts` are the matrices of "gate" (if there is one),
+    "fc1" and "fc2", one for each expert; `whole` those parts whose product is their output as it
+    is, nothing added. `before` is the part that makes the activation's input as it is, if one does.
     """
 
     tokens: Site
     choice: Site
-    first: tuple[Matrix, ...]
-    down: tuple[Matrix, ...]
-    is_before: bool
+    parts: Mapping[str, tuple[Matrix, ...]]
+    whole: frozenset[str]
+    before: str | None = None
+
+    @property
+    def count(self) -> int:
+        """How many experts there are."""
+        return len(self.parts["fc2"])
 
 
 def expert_part(number: int, name: str) -> str:
@@ -147,9 +154,14 @@ def expert_part(number: int, name: str) -> str:
     return f"expert {number} {name}"
 
 
+def is_expert(name: str) -> bool:
+    """Whether a component is an expert, or a part of one."""
+    return name.startswith("expert ")
+
+
 def plain_name(name: str) -> str:
     """The canonical name without the expert's number: "fc1" of "expert 3 fc1"."""
-    return name.split(" ", 2)[2] if name.startswith("expert ") and name.count(" ") > 1 else name
+    return name.split(" ", 2)[2] if is_expert(name) and name.count(" ") > 1 else name
 
 
 @dataclass(frozen=True)
@@ -168,7 +180,9 @@ class Component:
     `pre_activation`; None: all. `input_axis` is that of the inputs: 1 for a stream [T, B, d],
     INNERMOST for rows [T*B, d], UNTOLD where rows can't be told apart by input.
     `offset_gain`: a norm's gain is 1 + its stored weight. `embeds`: a
-    table of positions, a CLS or register token, which goes into the embedding's output.
+    table of positions, a CLS or register token, which goes into the embedding's output. `linear`:
+    its matrix (and perhaps a bias) makes each position of the output of that position of the input.
+    `before_cls`: its output holds no CLS token, though the network has one (patches alone).
     """
 
     name: str
@@ -185,6 +199,16 @@ class Component:
     before_channels: tuple[int, ...] | None = None
     embeds: bool = False
     input_axis: int = 0
+    linear: bool = False
+    before_cls: bool = False
+
+    @property
+    def is_unseen(self) -> bool:
+        """Whether it is a layer, by its own or its weight's name, and no value of the pass is known
+        to be its output: a table not looked up by input, a weight that is computed before use."""
+        layer = self.name in CANONICAL or any(m.tensor.endswith("weight") for m in self.weights)
+        elsewhere = self.name in PROJECTIONS or is_expert(self.name)
+        return layer and self.features is None and not (elsewhere or self.embeds)
 
 
 @dataclass(frozen=True)
@@ -195,7 +219,8 @@ class Anatomy:
     CLS token in the token axis or None; `prefix_tokens` how many leading tokens aren't patches
     (CLS, distillation, registers). `source` says how it was found ("trace", "family gpt2",
     "names"). `unexplained` are tensors that no component claims. `notes` are single lines for the
-    user.
+    user. `unread`: modules that may be attentions and aren't read as such, each with the status
+    that says why.
     """
 
     components: tuple[Component, ...]
@@ -206,3 +231,4 @@ class Anatomy:
     unexplained: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     experts: Mapping[int, ExpertSite] = field(default_factory=dict)
+    unread: Mapping[str, str] = field(default_factory=dict)

@@ -1,8 +1,9 @@
-"""Which tokens' units an expert computes, told from the weights it multiplies.
+"""Which tokens an expert computes, and what it makes of them, told from the weights it multiplies.
 
-However experts are called (a module each, a loop over slices of one tensor, one grouped product),
-the rows that meet an expert's own weights are those of its tokens. They carry no number, so each is
-found again among the router's tokens by its content: rows of one content have the same units.
+However experts are called (a module each, a loop over slices of one tensor, one grouped product,
+weights picked for each token), the rows that meet an expert's own weights are those of its tokens.
+They carry no number, so each is found again among the router's tokens by its content: rows of one
+content have the same units.
 
 Axes: N tokens, d width, n rows of one expert, u units, E experts.
 """
@@ -10,6 +11,7 @@ Axes: N tokens, d width, n rows of one expert, u units, E experts.
 from __future__ import annotations
 
 import math
+import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -25,15 +27,27 @@ from plastiscope.anatomy.passage import tensors_in
 @dataclass(frozen=True)
 class Routed:
     """Some rows of one expert: units [n, u] as the down-projection takes them, pre-activations
-    [n, u] or None, and the number [n] of each row's token, of `tokens` in all."""
+    [n, u] or None, the outputs [n, ...] of the parts that are seen whole ("gate", "fc1", "fc2"),
+    and the number [n] of each row's token, of `tokens` in all."""
 
     units: Tensor
     before: Tensor | None
+    outputs: Mapping[str, Tensor]
     numbers: Tensor
     tokens: int
 
 
 OnExpert = Callable[[Any, int, "Routed | None"], None]
+LAST = "fc2"
+
+
+@dataclass(frozen=True)
+class _Waiting:
+    """Rows of one expert on their way to its down-projection: their marks [n], and what each part
+    has made of them."""
+
+    marks: Tensor
+    made: dict[str, Tensor]
 
 
 @dataclass
@@ -43,19 +57,22 @@ class _Block:
 
     marks: Tensor | None = None
     goes: Tensor | None = None
-    waiting: dict[int, tuple[Tensor, Tensor | None]] = field(default_factory=dict)
+    waiting: dict[int, _Waiting] = field(default_factory=dict)
     found: Counter[int] = field(default_factory=Counter)
     strange: set[int] = field(default_factory=set)
 
 
 @dataclass(frozen=True)
 class _Weight:
-    """A parameter that holds experts' matrices, in some block and role."""
+    """A parameter that holds experts' matrices of some block, by part and expert."""
 
     block: Hashable
-    role: str
     tensor: Tensor
-    matrices: Mapping[int, Matrix]
+    parts: Mapping[str, Mapping[int, Matrix]]
+
+    @property
+    def experts(self) -> tuple[int, ...]:
+        return tuple(next(iter(self.parts.values())))
 
 
 @dataclass
@@ -70,18 +87,22 @@ class Routing:
     _weights: dict[int, list[_Weight]] = field(default_factory=dict)
     _blocks: dict[Hashable, _Block] = field(default_factory=lambda: defaultdict(_Block))
     _latest: Hashable = None
+    _picked: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         for block, site in self.experts.items():
             self.sites[f"the router's tokens in block {block}"] = site.tokens
             self.sites[f"the router's choice in block {block}"] = site.choice
-            for role, matrices in (("first", site.first), ("down", site.down)):
-                for name in dict.fromkeys(m.tensor for m in matrices if m.tensor in parameters):
-                    tensor = parameters[name].detach()
-                    own = {k: m for k, m in enumerate(matrices) if m.tensor == name}
-                    held = self._weights.setdefault(tensor.untyped_storage().data_ptr(), [])
-                    held.append(_Weight(block, role, tensor, own))
+            every = (m.tensor for matrices in site.parts.values() for m in matrices)
+            for name in dict.fromkeys(name for name in every if name in parameters):
+                tensor = parameters[name].detach()
+                parts = {
+                    part: {k: m for k, m in enumerate(matrices) if m.tensor == name}
+                    for part, matrices in site.parts.items()
+                }
+                held = self._weights.setdefault(_place(tensor), [])
+                held.append(_Weight(block, tensor, {p: own for p, own in parts.items() if own}))
 
     def see(self, site: Site, tensor: Tensor) -> None:
         """One of the sites was reached."""
@@ -90,46 +111,72 @@ class Routing:
                 self._latest = block
                 self._blocks[block] = _Block(marks=_marks(tensor))
             elif site == own.choice:
-                self._blocks[block].goes = _membership(tensor, self._blocks[block], len(own.down))
+                self._blocks[block].goes = _membership(tensor, self._blocks[block], own.count)
+
+    def pick(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call a function that picks, and remember which expert's weights it picks for each row."""
+        result = function(*args, **kwargs)
+        given = [t for t in tensors_in((args, kwargs)) if t.layout == torch.strided]
+        if len(given) == 2 and _place(given[0]) in self._weights:
+            weight, numbers = given
+            if numbers.ndim == 1 and result.shape == (len(numbers), *weight.shape[1:]):
+                self._picked[_place(result)] = weakref.ref(result), _place(weight), numbers
+        return result
 
     def product(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Call a function that multiplies, and look whether it does so with an expert's weights."""
         result = function(*args, **kwargs)
         given = [t for t in tensors_in((args, kwargs)) if t.layout == torch.strided]
         for weight in given:
-            held = self._weights.get(weight.untyped_storage().data_ptr(), [])
-            for own in held:
+            place, picks = _place(weight), None
+            if place in self._picked:
+                picked, place, picks = self._picked.pop(place)
+                place = place if picked() is not None else -1
+            for own in self._weights.get(place, []):
                 if own.block == self._latest:
+                    others = [t for t in given if t is not weight]
                     with torch._C.DisableTorchFunction():
-                        self._multiplied(own, weight, [t for t in given if t is not weight], result)
+                        self._multiplied(own, weight, others, result, picks)
         return result
 
-    def _multiplied(self, own: _Weight, weight: Tensor, others: list[Tensor], out: Tensor) -> None:
+    def _multiplied(
+        self, own: _Weight, weight: Tensor, others: list[Tensor], out: Tensor, picks: Tensor | None
+    ) -> None:
         state = self._blocks[own.block]
         sources = [t for t in others if t.is_floating_point() and t.ndim > 1]
         if not sources or state.goes is None:
             return
         groups = [t for t in others if not t.is_floating_point() and t.ndim == 1]
-        for number, rows, made in _by_expert(own, weight, sources[-1], out, groups):
-            if own.role == "first":
-                columns = _columns(own, number)
-                before = made[:, columns] if self.experts[own.block].is_before else None
-                state.waiting[number] = (_marks(rows), None if before is None else before.clone())
-            elif number in state.waiting:
-                self._report(own.block, state, number, rows)
+        by_expert = _by_expert(own, weight, sources[-1], out, groups)
+        if picks is not None:
+            by_expert = _by_pick(picks, sources[-1], out)
+        for number, rows, made in by_expert:
+            parts = {part: made[:, _columns(own, part, number)] for part in own.parts}
+            if LAST in parts:
+                self._report(own.block, state, number, rows, parts[LAST])
+                continue
+            marks, held = _marks(rows), state.waiting.get(number)
+            if held is None or not torch.equal(held.marks, marks):
+                held = state.waiting[number] = _Waiting(marks, {})
+            held.made.update(parts)
 
-    def _report(self, block: Hashable, state: _Block, number: int, units: Tensor) -> None:
-        marks, before = state.waiting.pop(number)
-        assert state.marks is not None and state.goes is not None
-        if len(marks) != len(units):
+    def _report(
+        self, block: Hashable, state: _Block, number: int, units: Tensor, made: Tensor
+    ) -> None:
+        waiting, site = state.waiting.pop(number, None), self.experts[block]
+        if waiting is None or len(waiting.marks) != len(units):
             return
+        assert state.marks is not None and state.goes is not None
+        marks = waiting.marks
         numbers = _numbers(marks, state.marks, state.goes[:, number])
         if bool((~torch.isin(marks, state.marks) & (marks != 0)).any()):
             state.strange.add(number)
         kept = numbers >= 0
         state.found[number] += int(kept.sum())
-        before = None if before is None else before[kept]
-        routed = Routed(units[kept].detach(), before, numbers[kept], len(state.marks))
+        every = {part: x[kept] for part, x in {**waiting.made, LAST: made.detach()}.items()}
+        before = None if site.before is None else every.get(site.before)
+        outputs = {part: x for part, x in every.items() if part in site.whole}
+        routed = Routed(units[kept].detach(), before, outputs, numbers[kept], len(state.marks))
         self.on_expert(block, number, routed)
 
     def end(self) -> None:
@@ -142,6 +189,11 @@ class Routing:
                 if count and (not found or (found < count and number in state.strange)):
                     self.on_expert(block, number, None)
         self._blocks.clear()
+        self._picked.clear()
+
+
+def _place(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
 def _marks(rows: Tensor) -> Tensor:
@@ -168,10 +220,10 @@ def _by_expert(
     own: _Weight, weight: Tensor, source: Tensor, out: Tensor, groups: list[Tensor]
 ) -> Iterator[tuple[int, Tensor, Tensor]]:
     """(expert, its rows [n, d], what they became [n, out]) in one product."""
-    experts = len(own.matrices)
+    experts = len(own.experts)
     flat, made = source.reshape(-1, source.shape[-1]), out.reshape(-1, out.shape[-1])
     if experts == 1:
-        yield next(iter(own.matrices)), flat, made
+        yield own.experts[0], flat, made
     elif weight.numel() * experts == own.tensor.numel():
         step = own.tensor.stride(0) * own.tensor.element_size()
         yield (weight.data_ptr() - own.tensor.data_ptr()) // step, flat, made
@@ -184,10 +236,17 @@ def _by_expert(
         yield from ((k, source[k], out[k]) for k in range(experts))
 
 
-def _columns(own: _Weight, number: int) -> list[int]:
+def _by_pick(picks: Tensor, source: Tensor, out: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """The same where each row [d] of the source meets the weights picked for it."""
+    flat, made = source.reshape(len(picks), -1), out.reshape(len(picks), -1)
+    for number in torch.unique(picks).tolist():
+        yield number, flat[picks == number], made[picks == number]
+
+
+def _columns(own: _Weight, part: str, number: int) -> list[int]:
     """The columns of the product that a matrix's rows make, counted within the expert."""
-    matrix = own.matrices[number]
-    axes = matrix.out_axes[1:] if len(own.matrices) > 1 else matrix.out_axes
+    matrix = own.parts[part][number]
+    axes = matrix.out_axes[1:] if len(own.experts) > 1 else matrix.out_axes
     height = math.prod(own.tensor.shape[a] for a in axes)
     return [r % height for r in (range(height) if matrix.rows is None else matrix.rows)]
 

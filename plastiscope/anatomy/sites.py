@@ -252,9 +252,12 @@ def _from_end(axis: int, tensor: Tensor) -> int:
     return -1 if axis in (-1, tensor.ndim - 1) else axis % tensor.ndim
 
 
-def same_values(record: Record, start: int, end: int) -> bool:
-    """Whether a value is handed on unchanged: through nothing, or calls that copy it."""
+def same_values(record: Record, start: int, end: int, squeezed: bool = False) -> bool:
+    """Whether a value is handed on unchanged: through nothing, or calls that copy it; squeezed:
+    axes of one entry may come or go."""
     first, last = record.values[start].tensor, record.values[end].tensor
+    if squeezed:
+        first, last = first.squeeze(), last.squeeze()
     if first.shape != last.shape or not reaches(record, start, end):
         return False
     ops = {c.op for c in record.between(start, end)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,17 +14,23 @@ from plastiscope.anatomy.batches import (
     attention_by_input,
     input_axes,
     operand_values,
+    other_inputs,
     placed_by_input,
     seen_values,
+    sites_of,
+    told_again,
+    untold,
 )
 from plastiscope.anatomy.blocks import Block, Scene, blocks
+from plastiscope.anatomy.cls import lacks_cls, prefix_tokens
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
-from plastiscope.anatomy.products import PRODUCTS, Product, operands_of, products
+from plastiscope.anatomy.products import Product, products
 from plastiscope.anatomy.random_weights import random_parameters
 from plastiscope.anatomy.record import Record, record_pass
 from plastiscope.anatomy.sites import norms, reaches, residuals, within
 from plastiscope.anatomy.stacks import stack_components
+from plastiscope.anatomy.unread import add_products, notes_of
 from plastiscope.models.live import Batch
 
 
@@ -38,7 +44,10 @@ def trace(module: nn.Module, forward: Callable[[Batch], Tensor], batch: Batch) -
     """
     batch = _tried(batch)
     with random_parameters(module):
-        return _anatomy(record_pass(module, forward, batch))
+        return _anatomy(
+            record_pass(module, forward, batch),
+            lambda other: record_pass(module, forward, {**batch, "inputs": other}),
+        )
 
 
 def _tried(batch: Batch) -> Batch:
@@ -56,14 +65,16 @@ def _tried(batch: Batch) -> Batch:
     return {**others, "inputs": inputs}
 
 
-def _anatomy(record: Record) -> Anatomy:
+def _anatomy(record: Record, run: Callable[[Tensor], Record]) -> Anatomy:
+    """The anatomy of a pass; `run` makes another one over other inputs."""
     linear = products(record)
     normalised = norms(record)
-    notes: list[str] = []
-    attention = joined(record, attentions(record, linear, normalised, notes), normalised)
+    unread: dict[str, str] = {}
+    attention = joined(record, attentions(record, linear, normalised, unread), normalised)
     head = _head(record, linear, attention)
     scene = Scene(record, linear, attention, normalised, residuals(record, linear), head)
     found = blocks(scene)
+    add_products(record, found, unread)
     parts = _embedding(scene, found)
     for block in found:
         parts += components_of(scene, block)
@@ -78,21 +89,20 @@ def _anatomy(record: Record) -> Anatomy:
     sites = {b.index: b.attention.site for b in found}
     ends |= operand_values(record, sites.values())
     axes = input_axes(record, seen_values(record, parts) | ends)
+    if untold(axes) and (other := other_inputs(record.inputs)) is not None:
+        axes |= told_again(record, run(other), sites_of(parts))
     sites = {block: attention_by_input(record, site, axes) for block, site in sites.items()}
     parts = placed_by_input(record, parts, axes)
-    cls, prefix, more = _tokens(scene, found, axes)
-    notes += more
-    if not (found or notes) and (path := _multiplied(record)) is not None:
-        notes.append(
-            f"{path or 'the network'} multiplies activations with each other, with no softmax "
-            "between two products: it isn't read as attention"
-        )
+    cls, prefix, more = prefix_tokens(scene, found, axes)
+    if cls is not None:
+        parts = [replace(c, before_cls=lacks_cls(record, c, found[0].start)) for c in parts]
+    notes = [*notes_of(unread), *more]
     for block in found:
         every = (*block.attention.notes, *block.notes)
         notes += [f"block {block.index}: {note}" for note in every]
     return Anatomy(
         tuple(parts), sites, cls, prefix, "trace",
-        _unused(record), tuple(notes), {b.index: b.experts for b in found if b.experts},
+        _unused(record), tuple(notes), {b.index: b.experts for b in found if b.experts}, unread,
     )  # fmt: skip
 
 
@@ -235,63 +245,6 @@ def _prefix(block: Block) -> str:
         agree = [a == b for a, b in zip(common, parts, strict=False)]
         common = common[: agree.index(False) if False in agree else len(agree)]
     return ".".join(common)
-
-
-def _tokens(
-    scene: Scene, found: list[Block], axes: Mapping[int, int]
-) -> tuple[int | None, int, list[str]]:
-    """(position of the CLS token or None, leading tokens that aren't patches, notes)."""
-    record = scene.record
-    if not found or not record.values[record.output].tensor.is_floating_point():
-        return None, 0, []
-    first, end = found[0].start, found[-1].end
-    start = record.values[first].tensor.movedim(max(0, axes.get(first, 0)), 0)
-    if start.ndim != 3 or record.values[end].tensor.ndim != 3 or len(start) != len(record.inputs):
-        return None, 0, []
-    fixed: list[bool] = [False] * start.shape[1]
-    if record.inputs.is_floating_point() and len(start) > 1:
-        fixed = (start[0] == start[1]).all(-1).tolist()
-    fixed = [False] * len(fixed) if all(fixed) else fixed
-    prefix = fixed.index(False)
-    try:
-        used = _tokens_used(record, end, max(0, axes.get(end, 0)))
-    except (RuntimeError, LookupError):
-        return None, prefix, ["which tokens the head reads can't be found: no CLS token"]
-    return _cls(used, prefix, [k for k, same in enumerate(fixed) if same])
-
-
-def _cls(used: Tensor, prefix: int, fixed: list[int]) -> tuple[int | None, int, list[str]]:
-    """The token that is the same for all inputs and that the head reads; behind the patches it is
-    counted from the end."""
-    read = used.any(-1).nonzero().flatten().tolist()
-    if fixed:
-        own = [t for t in read if t in fixed]
-        pooled = len(read) == len(used) and bool(torch.allclose(used[0], used[-1]))
-        if not own or pooled:
-            return None, prefix, ["the CLS token isn't read by the head"]
-        return own[0] if own[0] < prefix else own[0] - len(used), prefix, []
-    if read == [0] and len(used) > 1:
-        return 0, max(prefix, 1), []
-    return None, prefix, []
-
-
-def _tokens_used(record: Record, end: int, axis: int) -> Tensor:
-    """The gradient of the output for each token of the last block's stream: [T, d]."""
-    leaf = record.values[end].tensor.detach().clone().requires_grad_(True)
-    with torch.enable_grad():
-        output = leaf if end == record.output else record.run_again({end: leaf}, record.output)
-    drawn = torch.rand(output[:1].shape, generator=torch.Generator().manual_seed(0)).to(output)
-    (gradient,) = torch.autograd.grad(output[:1], leaf, drawn)
-    return gradient.movedim(axis, 0)[0]
-
-
-def _multiplied(record: Record) -> str | None:
-    """The first module that takes matrix products of two values of the inputs, or None."""
-    for call in record.calls:
-        pair = operands_of(record, call) if call.op in PRODUCTS else None
-        if pair and all(record.values[n].live for n in pair):
-            return call.site.module
-    return None
 
 
 def _unused(record: Record) -> tuple[str, ...]:

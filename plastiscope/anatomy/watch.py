@@ -19,6 +19,7 @@ from plastiscope.anatomy.operands import HIDDEN, SDPA, sdpa_argument
 from plastiscope.anatomy.parts import AttentionSite, ExpertSite, Operand, Site
 from plastiscope.anatomy.passage import Follower, Passage, tensors_in, undisturbed
 from plastiscope.anatomy.products import PRODUCTS
+from plastiscope.anatomy.record import PICKS
 from plastiscope.anatomy.routing import OnExpert, Routing
 from plastiscope.errors import NotEnoughEvidenceError
 
@@ -123,6 +124,8 @@ class Watch(Follower):
     ) -> Any:
         if self.routing is not None and site.op in PRODUCTS:
             function = functools.partial(self.routing.product, function)
+        elif self.routing is not None and site.op in PICKS:
+            function = functools.partial(self.routing.pick, function)
         if site.op not in self._ops or site.module not in self._modules:
             return function(*args, **kwargs)
         self._inputs(site, args, kwargs)

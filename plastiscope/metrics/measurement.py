@@ -55,7 +55,7 @@ def measure_with(
         given = observation.parts.get(metric.needs)
         if given is None or (only is not None and metric.name not in only):
             continue
-        if metric.components is not None and place.component not in metric.components:
+        if not _is_for(metric, place):
             continue
         for found in values_of(metric, given):
             rows += rows_of(
@@ -81,7 +81,7 @@ def rows_without(
         row
         for metric in metrics
         if metric.needs in needs and (only is None or metric.name in only)
-        if metric.components is None or place.component in metric.components
+        if _is_for(metric, place)
         for row in rows_of(
             metric,
             Values(float("nan"), status=status),
@@ -90,6 +90,11 @@ def rows_without(
             replicated=False,
         )
     ]
+
+
+def _is_for(metric: Metric, place: Place) -> bool:
+    """Whether a metric is for this component; of "expert 3 activation" the last word counts."""
+    return metric.components is None or str(place.component).split(" ")[-1] in metric.components
 
 
 def values_of(metric: Metric, given: Any) -> list[Values]:

@@ -103,7 +103,9 @@ def _jacobian(
         nodes = np.full((len(call.x), 1), np.nan)
         return Jacobian(nodes, np.ones_like(nodes), 0, 0, 0, "none")
     if isinstance(call.module, nn.Linear) and not _has_hooks(call.module):
-        return _of_weight(call)
+        weight = call.module.weight
+        assert isinstance(weight, Tensor)
+        return jacobian_of_weight(weight, len(call.x))
     if _is_position_wise(call):
         return _by_positions(call, positions, generator)
     rows, columns = call.output[0].numel(), call.x[0].numel()
@@ -118,12 +120,10 @@ def _has_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def _of_weight(call: Capture) -> Jacobian:
-    """A linear layer's Jacobian is its weight at every input."""
-    weight = call.module.weight
-    assert isinstance(weight, Tensor)
+def jacobian_of_weight(weight: Tensor, inputs: int) -> Jacobian:
+    """A linear map's Jacobian is its matrix [o, i] at every input."""
     values = spectra_of(weight).values
-    nodes = np.broadcast_to(values, (len(call.x), len(values)))
+    nodes = np.broadcast_to(values, (inputs, len(values)))
     rows, columns = weight.shape
     return Jacobian(nodes, _equal(nodes), rows, columns, min(rows, columns), "weight")
 

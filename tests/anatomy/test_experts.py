@@ -39,6 +39,10 @@ class Mixture(nn.Module):
         layer = self.experts[expert][0]
         return layer.weight, layer.bias
 
+    def second(self, expert: int) -> tuple[Tensor, Tensor]:
+        layer = self.experts[expert][2]
+        return layer.weight, layer.bias
+
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, WIDTH)
         weights, chosen = self.router(tokens).softmax(-1).topk(TOP)
@@ -84,6 +88,9 @@ class Fused(Mixture):
     def first(self, expert: int) -> tuple[Tensor, Tensor]:
         return self.up[expert].T, torch.zeros(UNITS)
 
+    def second(self, expert: int) -> tuple[Tensor, Tensor]:
+        return self.down[expert].T, torch.zeros(WIDTH)
+
     def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
         out = torch.zeros_like(x)
         for number in chosen.unique():
@@ -100,6 +107,25 @@ class Together(Fused):
         shares = torch.zeros(len(x), EXPERTS).scatter(1, chosen, weights)
         units = torch.relu(torch.bmm(x.expand(EXPERTS, -1, -1), self.up))
         return (torch.bmm(units, self.down) * shares.T[..., None]).sum(0)
+
+
+class Picked(Fused):
+    """The weights of every token's experts are picked, and one batched product takes them all."""
+
+    def mix(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
+        ids = chosen.flatten()
+        rows = x.repeat_interleave(TOP, 0)[:, None]
+        made = torch.bmm(torch.relu(torch.bmm(rows, self.up[ids])), self.down[ids])
+        return (made[:, 0] * weights.reshape(-1, 1)).unflatten(0, (-1, TOP)).sum(1)
+
+
+class Deep(Mixture):
+    """Experts of three layers aren't feed-forward parts as they are known."""
+
+    def make(self) -> None:
+        super().make()
+        for expert in self.experts:
+            expert.insert(2, nn.Sequential(nn.Linear(UNITS, UNITS), nn.ReLU()))
 
 
 class Scaled(Mixture):
@@ -144,16 +170,31 @@ def probe() -> dict[str, Tensor]:
     return {"inputs": inputs}
 
 
-def replayed(net: nn.Module, forward: Callable[..., Tensor], batch: dict[str, Tensor]) -> list[Row]:
+UNIT_METRICS = ("dormant_fraction", "active_fraction", "dead_fraction")
+
+
+def replayed(
+    net: nn.Module,
+    forward: Callable[..., Tensor],
+    batch: dict[str, Tensor],
+    metrics: tuple[str, ...] = UNIT_METRICS,
+) -> list[Row]:
     anatomy = trace(net, forward, {k: v[:2] for k, v in batch.items()})
     live = Live(net, Inputs("tokens", (8,), 20), {}, forward, "test")
     replay = Replay(anatomy, len(batch["inputs"]), Sampling(4, 4096, 5, 0))
     replay.run(live, batch, torch.device("cpu"))
-    return replay.rows(("dormant_fraction", "active_fraction", "dead_fraction"))
+    return replay.rows(metrics)
 
 
 def routed(net: FusedGPT, batch: dict[str, Tensor], block: int) -> list[Tensor]:
     """An independent account: each expert's pre-activations over its tokens [n, u]."""
+    return [x @ weight.detach().T + bias.detach() for x, weight, bias in given(net, batch, block)]
+
+
+def given(
+    net: FusedGPT, batch: dict[str, Tensor], block: int
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Each expert's tokens [n, d], its first matrix and its bias."""
     moe = net.blocks[block].moe
     kept: list[Tensor] = []
     hook = moe.register_forward_pre_hook(lambda _, args: kept.append(args[0].clone()))
@@ -165,14 +206,11 @@ def routed(net: FusedGPT, batch: dict[str, Tensor], block: int) -> list[Tensor]:
     if "mask" in batch:
         x, chosen = x[batch["mask"].flatten()], chosen[batch["mask"].flatten()]
     parts = [moe.first(k) for k in range(EXPERTS)]
-    return [
-        x[(chosen == k).any(1)] @ weight.detach().T + bias.detach()
-        for k, (weight, bias) in enumerate(parts)
-    ]
+    return [(x[(chosen == k).any(1)], *part) for k, part in enumerate(parts)]
 
 
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("mixture", [Mixture, BySlot, Dense, Fused, Together])
+@pytest.mark.parametrize("mixture", [Mixture, BySlot, Dense, Fused, Together, Picked])
 def test_units_are_measured_over_the_tokens_sent_there(
     mixture: type[Mixture], masked: bool
 ) -> None:
@@ -207,13 +245,65 @@ def test_units_are_measured_over_the_tokens_sent_there(
     assert pooled.value == pytest.approx(share)  # the unrouted expert counts nowhere
 
 
-def test_rows_that_arent_found_again_are_refused() -> None:
-    """Never a number of half the tokens, and never not_routed for an expert that ran."""
-    net = network(Scaled)
-    rows = [r for r in replayed(net, inputs_to(net), probe()) if "activation" in str(r.component)]
-    status = {(str(r.component), r.status) for r in rows}
-    ran = {(f"expert {k} activation", "inputs_not_told_apart") for k in range(3)}
-    assert status == {*ran, ("expert 3 activation", "not_routed")}
+def effective_rank(x: Tensor) -> float:
+    """exp of the entropy of the singular values' shares."""
+    p = torch.linalg.svdvals(x.double())
+    p = p[p > 0] / p.sum()
+    return float((-(p * p.log()).sum()).exp())
+
+
+@pytest.mark.parametrize("mixture", [Mixture, BySlot, Dense, Fused, Together, Picked])
+def test_every_part_of_an_expert_has_features(mixture: type[Mixture]) -> None:
+    """Of fc1, the activation and fc2 over the tokens sent there; an unrouted expert says so."""
+    net, batch = network(mixture), probe()
+    batch["mask"] = torch.arange(8)[None] < torch.arange(12)[:, None] % 5 + 3
+    rows = replayed(net, inputs_to(net), batch, ("effective_rank", "feature_norm"))
+    found = {(r.component, r.block, r.metric): r for r in rows if r.tokens == "all"}
+    for block in (0, 1):
+        for number, before in enumerate(routed(net, batch, block)):
+            weight, bias = (p.detach() for p in net.blocks[block].moe.second(number))
+            units = before.relu()
+            parts = {"fc1": before, "activation": units, "fc2": units @ weight.T + bias}
+            for name, x in parts.items():
+                rank, norm = (
+                    found[f"expert {number} {name}", block, m]
+                    for m in ("effective_rank", "feature_norm")
+                )
+                if number == 3:
+                    assert (rank.value, rank.status) == (None, "not_routed")
+                    continue
+                assert (rank.rows, rank.columns) == tuple(x.shape)
+                assert rank.value == pytest.approx(effective_rank(x), rel=1e-4)
+                assert norm.value == pytest.approx(float(x.norm(dim=-1).mean()), rel=1e-5)
+
+
+def test_a_bound_on_the_rows_takes_the_same_tokens_for_experts() -> None:
+    """Those that every other component is measured on: no more in all than are asked for."""
+    net, batch = network(Mixture), probe()
+    anatomy = trace(net, inputs_to(net), {k: v[:2] for k, v in batch.items()})
+    live = Live(net, Inputs("tokens", (8,), 20), {}, inputs_to(net), "test")
+    replay = Replay(anatomy, 12, Sampling(4, 24, 5, 0))
+    replay.run(live, batch, torch.device("cpu"))
+    rows = {r.component: r for r in replay.rows(("feature_norm",)) if r.block == 0}
+    sent = [rows[f"expert {k} fc2"].rows or 0 for k in range(3)]
+    assert rows["residual1"].rows == 24 and sum(sent) == 24 * TOP
+
+
+@pytest.mark.parametrize(
+    ("mixture", "reason"), [(Scaled, "inputs_not_told_apart"), (Deep, "expert_not_read")]
+)
+def test_what_isnt_seen_of_an_expert_says_why(mixture: type[Mixture], reason: str) -> None:
+    """Never a number of half the tokens, never not_routed for an expert that ran, never nothing."""
+    net = network(mixture)
+    rows = replayed(net, inputs_to(net), probe(), ("effective_rank", "dead_fraction"))
+    rows = [r for r in rows if str(r.component).startswith("expert ")]
+    deep = mixture is Deep
+    parts = [""] if deep else [" fc1", " activation", " fc2"]
+    names = {str(r.component) for r in rows if r.metric == "effective_rank"}
+    assert names == {f"expert {k}{p}" for k in range(4) for p in parts}
+    unrouted = reason if deep else "not_routed"
+    assert {r.status for r in rows if "expert 3" in str(r.component)} == {unrouted}
+    assert {r.status for r in rows if "expert 3" not in str(r.component)} == {reason}
     assert all(r.value is None for r in rows)
 
 
@@ -231,7 +321,7 @@ def hugging_face(name: str, implementation: str) -> tuple[zoo.Model, Anatomy]:
     return model, trace(model.module, model.forward, model.batch)
 
 
-@pytest.mark.parametrize("implementation", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("implementation", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("name", ["Mixtral", "Qwen3Moe", "Qwen2Moe", "GptOss"])
 def test_fused_experts_of_a_library(name: str, implementation: str) -> None:
     """Units and tokens against the library's own weights and choice."""
@@ -270,10 +360,13 @@ def test_fused_experts_of_a_library(name: str, implementation: str) -> None:
         if name == "GptOss":
             both = rows @ experts.gate_up_proj[number] + experts.gate_up_proj_bias[number]
             units = experts._apply_gate(both)
+            assert found.before is None and not found.outputs  # biases are added later
         else:
             gate, up = F.linear(rows, experts.gate_up_proj[number]).chunk(2, -1)
             units = F.silu(gate) * up
             torch.testing.assert_close(found.before, gate)
+            made = {"gate": gate, "fc1": up, "fc2": F.linear(units, experts.down_proj[number])}
+            torch.testing.assert_close(dict(found.outputs), made)
         torch.testing.assert_close(found.units, units)
 
 
@@ -322,4 +415,4 @@ def test_experts_that_got_no_token_in_the_trace_are_listed_too() -> None:
         f"expert {k} {part}" for k in range(12) for part in ("fc1", "activation", "fc2")
     ]
     assert found["expert 11 fc2"] == ["blocks.0.c_proj.heap.11.w2.weight"]
-    assert len(anatomy.experts[0].down) == 12
+    assert anatomy.experts[0].count == 12
