@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device import fetched
+from .folds import Folds
 from .moments import counts_without_each, without_each
 from .spectra import Floats, Statuses
 from .symmetric import at_once
@@ -75,7 +77,7 @@ class AttentionSums:
         self,
         probabilities: Tensor,
         visible: Tensor | None,
-        fold: Tensor,
+        fold: Tensor | Folds,
         query_mask: Tensor | None = None,
     ) -> None:
         """Maps [B, H, Tq, Tk] after the softmax, the fold [B] of each input.
@@ -83,15 +85,18 @@ class AttentionSums:
         `visible` (bool, broadcastable to the maps) says which keys a query may see: without it all,
         or when causal those up to its own. `query_mask` [B, Tq]: 0 = the query is padding.
         """
-        fold = fold.detach().cpu().long()
+        folds, device = Folds.of(fold), probabilities.device
         self.keys = max(self.keys, probabilities.shape[-1])
-        size = max(1, at_once(probabilities.device) // max(1, probabilities[0].numel()))
+        size = max(1, at_once(device) // max(1, probabilities[0].numel()))
         for start in range(0, len(probabilities), size):
             part = slice(start, start + size)
             maps = probabilities[part].detach()
             seen = _part(visible, part, len(probabilities))
             mask = query_mask[part] if query_mask is not None else None
-            self._add_some(maps, self._visible(maps, seen), fold[part], mask)
+            where = folds.there(device)[part]
+            a = self._add_some(maps, self._visible(maps, seen), where, mask)
+            if self.maps:
+                self._add_ranks(a, folds.fold[part].tolist())
 
     def _visible(self, maps: Tensor, visible: Tensor | None) -> Tensor | None:
         """Brought to [B, H or 1, Tq, Tk]; None where every query sees every key."""
@@ -105,9 +110,10 @@ class AttentionSums:
         return visible.expand(len(maps), -1, *maps.shape[-2:])
 
     def _add_some(
-        self, maps: Tensor, visible: Tensor | None, fold: Tensor, query_mask: Tensor | None
-    ) -> None:
-        a, where = maps.double(), fold.to(maps.device)
+        self, maps: Tensor, visible: Tensor | None, where: Tensor, query_mask: Tensor | None
+    ) -> Tensor:
+        """The maps as they count, in float64."""
+        a = maps.double()
         if visible is None:
             seen = a.new_full((len(a), 1, a.shape[-2]), a.shape[-1])
         else:
@@ -130,8 +136,7 @@ class AttentionSums:
             a = torch.where(used[..., None], a, 0.0)
         shown = used[..., None].expand(-1, -1, -1, a.shape[-1])
         self._add_columns(a, shown if visible is None else shown & visible, where)
-        if self.maps:
-            self._add_ranks(a, fold)
+        return a
 
     def _add_columns(self, a: Tensor, visible: Tensor, where: Tensor) -> None:
         inputs = torch.ones(len(a), 1, dtype=torch.float64, device=a.device)
@@ -149,29 +154,33 @@ class AttentionSums:
         self._sum("first_sink", (alpha[..., 0] > SINK_THRESHOLD).double(), where)
         self._sum("largest_sink", (often.amax(-1) > SINK_THRESHOLD).double(), where)
 
-    def _add_ranks(self, a: Tensor, fold: Tensor) -> None:
+    def _add_ranks(self, a: Tensor, fold: list[int]) -> None:
         quota = -(-self.maps // self.folds)
-        for b, k in enumerate(fold.tolist()):
-            if self.ranked[k] >= quota:
-                continue
-            self.ranked[k] += 1
-            gram = a[b] @ a[b].mT
-            energy = torch.linalg.eigvalsh(torch.nan_to_num(gram)).flip(-1).clamp(min=0)
-            short = energy.cumsum(-1) < ENERGY * energy.sum(-1, keepdim=True)
-            rank = (short.sum(-1) + 1).double()
-            self._sum("rank", rank[None], torch.tensor([k], device=a.device))
+        chosen = [b for b, k in enumerate(fold) if self.ranked[k] + fold[:b].count(k) < quota]
+        if not chosen:
+            return
+        some = torch.stack([a[b] for b in chosen])
+        energy = torch.linalg.eigvalsh(torch.nan_to_num(some @ some.mT)).flip(-1).clamp(min=0)
+        short = energy.cumsum(-1) < ENERGY * energy.sum(-1, keepdim=True)
+        for b, rank in zip(chosen, (short.sum(-1) + 1).double(), strict=True):
+            self.ranked[fold[b]] += 1
+            self._zeros("rank", rank[None])[fold[b]] += rank
 
     def _sum(self, name: str, entries: Tensor, where: Tensor) -> None:
+        self._zeros(name, entries).index_add_(0, where, entries)
+
+    def _zeros(self, name: str, entries: Tensor) -> Tensor:
+        """The sums of this name [K, H], zeros at first."""
         if name not in self.sums:
             shape = (self.folds, entries.shape[1])
             self.sums[name] = torch.zeros(shape, dtype=torch.float64, device=entries.device)
-        self.sums[name].index_add_(0, where, entries)
+        return self.sums[name]
 
     def finish(self) -> Attention:
         """Means per head. Raises ValueError when no map was added."""
         if not self.sums:
             raise ValueError("no attention maps were added")
-        folds = {name: sums.cpu().numpy() for name, sums in self.sums.items()}
+        folds = dict(zip(self.sums, fetched(*self.sums.values()), strict=True))
         total = {name: without_each(sums) for name, sums in folds.items()}
         used, several, inputs = (
             counts_without_each(folds[name]) for name in ("used", "several", "inputs")

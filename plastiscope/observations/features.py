@@ -17,6 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device import fetched
+from .folds import Folds
 from .moments import counts_without_each, moment_spectra, row_spectra, without_each
 from .spectra import Floats, Spectrum, Statuses
 from .symmetric import gram_of_columns
@@ -80,26 +82,27 @@ class FeatureSums:
         self.moments: Tensor | None = None
         self.residuals: _Residuals | None = None
 
-    def add(self, x: Tensor, fold: Tensor, inputs: Tensor | None = None) -> None:
+    def add(self, x: Tensor, fold: Tensor | Folds, inputs: Tensor | None = None) -> None:
         """Rows x [n, d] or [n, H, dh], the fold [n] of each (best on the CPU), and its input [n].
 
         `inputs` numbers the probe inputs of this call from 0; with it the rank residual can be had.
         """
         if len(x) == 0:
             return
-        x, fold = x.detach(), fold.detach().cpu().long()
+        x, folds = x.detach(), Folds.of(fold, inputs)
         if self.pivot is None:
             self._start(x)
-        self.counts += np.bincount(fold.numpy(), minlength=self.folds)
-        self.norms.index_add_(0, fold.to(x.device), torch.linalg.vector_norm(x, dim=-1).double())
-        if inputs is not None and x.ndim == 2:
+        self.counts += folds.counts(self.folds)
+        norms = torch.linalg.vector_norm(x, dim=-1).double()
+        self.norms.index_add_(0, folds.there(x.device), norms)
+        if folds.inputs is not None and x.ndim == 2:
             self.residuals = self.residuals or _Residuals(self.folds, x.device)
-            self.residuals.add(x, fold, inputs.detach().cpu().long())
+            self.residuals.add(x, folds)
         if self.moments is None:
-            self._hold(x, fold)
+            self._hold(x, folds)
         else:
-            self._add_moments(x, fold % self.parts, self.sums, self.moments)
-            self.moment_counts += np.bincount((fold % self.parts).numpy(), minlength=self.parts)
+            self._add_moments(x, folds, self.sums, self.moments)
+            self.moment_counts += folds.counts(self.parts)
 
     def _start(self, x: Tensor) -> None:
         self.dtype, self.shape = x.dtype, tuple(x.shape[1:])
@@ -114,17 +117,18 @@ class FeatureSums:
     def _moment_bytes(self) -> int:
         return self.parts * 8 * int(np.prod(self.shape)) * self.shape[-1]
 
-    def _hold(self, x: Tensor, fold: Tensor) -> None:
+    def _hold(self, x: Tensor, folds: Folds) -> None:
+        fold = folds.fold
         if self.kept < 1:
             chosen = self._chosen(len(x), self.kept)
-            x, fold = x[chosen.to(x.device)], fold[chosen]
+            x, fold = _taken(x, chosen), fold[chosen]
         if self.held is None:
             self._allocate(x)
         assert self.held is not None
         if self._moment_bytes > 2 * ROWS_LIMIT:
             x, fold = self._thinned(x, fold)
         elif self.filled + len(x) > len(self.held):
-            self._start_moments(x, fold)
+            self._start_moments(x, folds)
             return
         part = slice(self.filled, self.filled + len(x))
         self.held[part], self.held_folds[part] = x, fold % self.parts
@@ -138,13 +142,13 @@ class FeatureSums:
         self.held = x.new_empty(room, *self.shape)
         self.held_folds = torch.empty(room, dtype=torch.long)
 
-    def _start_moments(self, x: Tensor, fold: Tensor) -> None:
+    def _start_moments(self, x: Tensor, folds: Folds) -> None:
         self.sums, self.moments = self._zeros()
-        held, folds = self.rows()
+        held, of_held = self.rows()
         self.held = None
-        for rows, of in ((held, folds), (x, fold % self.parts)):
+        for rows, of in ((held, Folds(of_held)), (x, folds)):
             self._add_moments(rows, of, self.sums, self.moments)
-            self.moment_counts += np.bincount(of.numpy(), minlength=self.parts)
+            self.moment_counts += of.counts(self.parts)
 
     def _thinned(self, x: Tensor, fold: Tensor) -> tuple[Tensor, Tensor]:
         """Where there is no more room half of the rows go, those held and these, now and from here
@@ -153,10 +157,10 @@ class FeatureSums:
         while 2 < self.filled + len(x) > len(self.held):
             chosen = self._chosen(self.filled + len(x), 0.5)
             old, new = chosen[chosen < self.filled], chosen[chosen >= self.filled] - self.filled
-            self.held[: len(old)] = self.held[old.to(x.device)]
+            self.held[: len(old)] = _taken(self.held, old)
             self.held_folds[: len(old)] = self.held_folds[old]
             self.filled, self.kept = len(old), self.kept / 2
-            x, fold = x[new.to(x.device)], fold[new]
+            x, fold = _taken(x, new), fold[new]
         return x, fold
 
     def rows(self) -> tuple[Tensor, Tensor]:
@@ -173,27 +177,30 @@ class FeatureSums:
         zeros = self.pivot.new_zeros
         return zeros(self.parts, *self.shape), zeros(self.parts, *self.shape, self.shape[-1])
 
-    def _add_moments(self, x: Tensor, fold: Tensor, sums: Tensor, moments: Tensor) -> None:
+    def _add_moments(self, x: Tensor, folds: Folds, sums: Tensor, moments: Tensor) -> None:
         assert self.pivot is not None
         size = max(1, _CHUNK // int(np.prod(self.shape)))
-        for k in torch.unique(fold).tolist():
-            for part in (fold == k).nonzero().squeeze(1).split(size):
-                rows = x if len(part) == len(x) else x[part.to(x.device)]
-                shifted = rows.double() - self.pivot
-                sums[k] += shifted.sum(0)
-                moments[k] += gram_of_columns(shifted.movedim(0, -2))
+        for k, part in folds.groups(x.device, self.parts, size):
+            rows = x if len(part) == len(x) else x[part]
+            shifted = rows.double() - self.pivot
+            sums[k] += shifted.sum(0)
+            moments[k] += gram_of_columns(shifted.movedim(0, -2))
 
     def finish(self) -> Features:
         """Spectra of all rows, and of all rows but each fold's. Raises ValueError without rows."""
         if self.pivot is None:
             raise ValueError("no rows were added")
         plain, centered, second = self._spectra()
-        counts = counts_without_each(self.counts)
-        norms = without_each(self.norms.cpu().numpy())
+        counts, duplicates = counts_without_each(self.counts), _duplicates(second)
+        small = [self.norms, *([] if duplicates is None else [duplicates])]
+        small += [] if self.residuals is None else [self.residuals.sums]
+        found = list(fetched(*small))
+        norms = without_each(found.pop(0))
         with np.errstate(invalid="ignore", divide="ignore"):
             norm = norms / counts.reshape(counts.shape + (1,) * (norms.ndim - 1))
-        residual = self.residuals.finish() if self.residuals is not None else None
-        return Features(plain, centered, norm, residual, _duplicates(second))
+        share = None if duplicates is None else float(found.pop(0))
+        residual = self.residuals.finish(found.pop(0)) if self.residuals is not None else None
+        return Features(plain, centered, norm, residual, share)
 
     def _spectra(self) -> tuple[Spectrum, Spectrum, Tensor | None]:
         assert self.pivot is not None
@@ -205,9 +212,10 @@ class FeatureSums:
             if len(rows) < self.shape[-1]:
                 plain, centered = row_spectra(rows, fold, self.parts, self.pivot, eps)
                 return plain, centered, _second(rows) if rows.ndim == 2 else None
-            counts = np.bincount(fold.numpy(), minlength=self.parts)
+            folds = Folds(fold)
+            counts = folds.counts(self.parts)
             sums, moments = self._zeros()
-            self._add_moments(rows, fold, sums, moments)
+            self._add_moments(rows, folds, sums, moments)
         plain, centered = moment_spectra(moments, sums, counts, self.pivot, eps)
         second = None
         if len(self.shape) == 1:
@@ -217,13 +225,17 @@ class FeatureSums:
         return plain, centered, second
 
 
+def _taken(rows: Tensor, chosen: Tensor) -> Tensor:
+    return rows[chosen.to(rows.device, non_blocking=True)]
+
+
 def _second(rows: Tensor) -> Tensor | None:
     if rows.shape[1] > UNITS_LIMIT:
         return None
     return gram_of_columns(rows.double())
 
 
-def _duplicates(second: Tensor | None) -> float | None:
+def _duplicates(second: Tensor | None) -> Tensor | None:
     """Share of the coordinates whose cosine with another one is above 0.95; zeros have none. Their
     products [d, d] are overwritten."""
     if second is None or len(second) < 2 or len(second) > UNITS_LIMIT:
@@ -231,7 +243,7 @@ def _duplicates(second: Tensor | None) -> float | None:
     norm = second.diagonal().clamp(min=0).sqrt().clamp(min=1e-150)
     cosine = second.div_(norm[:, None]).div_(norm[None, :])
     cosine.fill_diagonal_(0.0)
-    return float((cosine > DUPLICATE_COSINE).any(1).double().mean())
+    return (cosine > DUPLICATE_COSINE).any(1).double().mean()
 
 
 class _Residuals:
@@ -241,24 +253,20 @@ class _Residuals:
         self.sums = torch.zeros(folds, dtype=torch.float64, device=device)
         self.counts = np.zeros(folds, dtype=np.int64)
 
-    def add(self, x: Tensor, fold: Tensor, inputs: Tensor) -> None:
-        tokens = torch.bincount(inputs)
-        where, present = inputs.to(x.device), tokens.nonzero().squeeze(1)
+    def add(self, x: Tensor, folds: Folds) -> None:
+        where, tokens, of_input = folds.inputs_there(x.device)
         wide = x.double()
         means = wide.new_zeros(len(tokens), x.shape[1]).index_add_(0, where, wide)
-        means /= tokens.clamp(min=1).to(x.device)[:, None]
+        means /= tokens[:, None]
         squares = wide.new_zeros(len(tokens)).index_add_(0, where, wide.square().sum(1))
         rest = wide.new_zeros(len(tokens))
         rest.index_add_(0, where, (wide - means[where]).square().sum(1))
-        ratio = (rest / squares.clamp(min=1e-300)).sqrt()
-        folds = torch.zeros(len(tokens), dtype=torch.long)
-        folds[inputs] = fold
-        at = present.to(x.device)
-        self.sums.index_add_(0, folds[present].to(x.device), ratio[at])
-        self.counts += np.bincount(folds[present].numpy(), minlength=len(self.counts))
+        # An input without rows adds 0.
+        self.sums.index_add_(0, of_input, (rest / squares.clamp(min=1e-300)).sqrt())
+        self.counts += folds.input_counts(len(self.counts))
 
-    def finish(self) -> Floats:
-        """Mean over inputs [1 + K]."""
+    def finish(self, sums: Floats) -> Floats:
+        """Mean over inputs [1 + K], from the sums [K]."""
         with np.errstate(invalid="ignore", divide="ignore"):
-            mean: Floats = without_each(self.sums.cpu().numpy()) / counts_without_each(self.counts)
+            mean: Floats = without_each(sums) / counts_without_each(self.counts)
         return mean

@@ -65,7 +65,8 @@ class OutputSums:
         self.inputs += len(logits)
         self.columns = logits.shape[-1]
         per_input = labels[0].numel() if len(labels) else 1
-        where = fold.detach().long().repeat_interleave(per_input).to(logits.device)
+        where = fold.detach().long().repeat_interleave(per_input)
+        where = where.to(logits.device, non_blocking=True)
         flat = logits.detach().reshape(-1, self.columns)
         truth = labels.detach().reshape(-1).to(logits.device)
         size = max(1, (1 << 22) // self.columns)

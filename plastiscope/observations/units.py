@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device import fetched
+from .folds import Folds
 from .moments import counts_without_each, without_each
 from .spectra import Floats
 from .symmetric import at_once
@@ -80,7 +82,7 @@ class UnitSums:
         self.counts = np.zeros(folds, dtype=np.int64)
         self.sums: dict[str, Tensor] = {}
 
-    def add(self, post: Tensor, pre: Tensor | None, fold: Tensor) -> None:
+    def add(self, post: Tensor, pre: Tensor | None, fold: Tensor | Folds) -> None:
         """Rows after the function post [n, u], before it pre [n, u] or None, the fold [n] of each.
 
         In a gated layer `post` is what the down-projection takes and `pre` the gate's function's
@@ -88,14 +90,12 @@ class UnitSums:
         """
         if len(post) == 0:
             return
-        post, fold = post.detach(), fold.detach().cpu().long()
+        post, folds = post.detach(), Folds.of(fold)
         pre = None if pre is None else pre.detach()
-        self.counts += np.bincount(fold.numpy(), minlength=self.folds)
+        self.counts += folds.counts(self.folds)
         size = max(1, min(_ROWS, at_once(post.device) // (2 * post.shape[1])))
-        for k in torch.unique(fold).tolist():
-            for chosen in (fold == k).nonzero().squeeze(1).split(size):
-                some = chosen.to(post.device)
-                self._add_some(post[some], None if pre is None else pre[some], k)
+        for k, some in folds.groups(post.device, self.folds, size):
+            self._add_some(post[some], None if pre is None else pre[some], k)
 
     def _add_some(self, post: Tensor, pre: Tensor | None, k: int) -> None:
         """A few rows of fold k, so few that every pass over them finds them in the cache."""
@@ -124,7 +124,8 @@ class UnitSums:
     def finish(self) -> Units:
         """Means over rows. A layer that no row reached (an unrouted expert) says `not_routed`."""
         rows = counts_without_each(self.counts)
-        found = {name: _means(sums, rows) for name, sums in self.sums.items()}
+        arrays = fetched(*self.sums.values()) if self.sums else ()
+        found = {name: _means(sums, rows) for name, sums in zip(self.sums, arrays, strict=True)}
         nothing = np.full((1 + self.folds, 0), np.nan)
         absolute = found.get("absolute", nothing)
         on, on_status = _activity(self.function, found)
@@ -142,9 +143,9 @@ class UnitSums:
         )
 
 
-def _means(sums: Tensor, rows: Floats) -> Floats:
+def _means(sums: Floats, rows: Floats) -> Floats:
     with np.errstate(invalid="ignore", divide="ignore"):
-        means: Floats = without_each(sums.cpu().numpy()) / rows[:, None]
+        means: Floats = without_each(sums) / rows[:, None]
     return means
 
 
@@ -191,7 +192,7 @@ class UnitGradientSums:
     def __init__(self, folds: int) -> None:
         self.sums = UnitSums(folds, None)
 
-    def add(self, gradients: Tensor, fold: Tensor) -> None:
+    def add(self, gradients: Tensor, fold: Tensor | Folds) -> None:
         """Rows d loss / d activation [n, u] and the fold [n] of each."""
         self.sums.add(gradients, None, fold)
 

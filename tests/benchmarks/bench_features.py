@@ -20,7 +20,8 @@ from torch import Tensor
 
 from plastiscope import replay
 from plastiscope.observations import AttentionSums, FeatureSums, Spectrum, UnitSums
-from plastiscope.observations.moments import Pair, spectra_without_each
+from plastiscope.observations.moments import spectra_without_each
+from plastiscope.observations.together import Pair
 from tests.benchmarks.harness import Comparison, Target, compare
 
 INPUTS, BATCH, FOLDS, ROWS = 256, 16, 8, 4096
