@@ -94,11 +94,11 @@ class Linear(torch.autograd.Function):
 
 
 def _outer(gradient: Tensor, x: Tensor, transposed: bool) -> Make:
-    return lambda at: Outer(at(gradient), at(x), transposed)
+    return lambda at: Outer(at(gradient)[:, None], at(x), transposed)
 
 
 def _sums(gradient: Tensor) -> Make:
-    return lambda at: Direct(at(gradient).sum(1))
+    return lambda at: Direct(at(gradient).sum(1, keepdim=True))
 
 
 class Affine(torch.autograd.Function):
@@ -162,7 +162,7 @@ class Embedding(torch.autograd.Function):
         (ids,) = ctx.saved_tensors
         kept = gradient * (ids != ctx.padding)[..., None]
         ctx.asked.give(
-            ctx.asked.weight, lambda at: Indexed(at(ids[..., None]).squeeze(-1), at(kept))
+            ctx.asked.weight, lambda at: Indexed(at(kept)[:, None], at(ids[..., None]).squeeze(-1))
         )
         return None, None, None, None
 

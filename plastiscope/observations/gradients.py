@@ -13,25 +13,17 @@ the other.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, autograd, nn
 
 from ..errors import UsageError
 from .derivatives import Make, Names, by_input
-from .factors import (
-    WORK_BYTES,
-    Direct,
-    Factor,
-    Outer,
-    direct_gram,
-    gram,
-    joined_outputs,
-    sum_of,
-)
+from .factors import WORK_BYTES, Direct, Factor, gram, of_copies, room_for, sum_of
 from .layers import standing_in
 from .plans import Plan
 from .single_inputs import (
@@ -44,6 +36,7 @@ from .single_inputs import (
     size_of,
     trainable,
 )
+from .symmetric import in_threads
 
 MEMORY_LIMIT = 3 << 30
 """Bytes of activations and of gradients held at most."""
@@ -51,7 +44,11 @@ MEMORY_LIMIT = 3 << 30
 
 @dataclass
 class _Reducer:
-    """Adds each parameter's Gram to its group's as soon as all of its calls came back."""
+    """Adds each parameter's Gram to its group's once all of its calls came back in every pass.
+
+    After one pass that happens during backward, some megabytes at a time. Several passes, which run
+    at once, hold all factors till the end.
+    """
 
     plan: Plan
     inputs: int
@@ -61,11 +58,14 @@ class _Reducer:
     grams: dict[Hashable, Tensor] = field(default_factory=dict)
     counts: Counter[Names] = field(default_factory=Counter)
     expected: Counter[str] = field(default_factory=Counter)
-    waiting: dict[str, list[Factor]] = field(default_factory=dict)
-    small: dict[Hashable, list[Tensor]] = field(default_factory=dict)
-    bytes: Counter[Hashable] = field(default_factory=Counter)
     strange: set[str] = field(default_factory=set)
     recording: bool = True
+    running: dict[int, int] = field(default_factory=dict)
+    """The pass that each thread makes."""
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    arrived: Counter[str] = field(default_factory=Counter)
+    waiting: dict[str, dict[tuple[Names, int], Factor]] = field(default_factory=dict)
+    ready: list[tuple[Hashable, list[Factor]]] = field(default_factory=list)
 
     def call(self, names: Names, x: Tensor) -> int | None:
         if not self.plan.layered.issuperset(names):
@@ -84,37 +84,44 @@ class _Reducer:
         return self.inputs if (names, number) in self.plan.common else 0
 
     def factor(self, name: str, names: Names, number: int, make: Make) -> None:
-        axis = self.plan.axes[names, number]
+        call = names, number
+        axis = self.plan.axes[call]
         factor = make(lambda x: by_input(x, axis, self.inputs))
-        if self.passes < self.outputs and isinstance(factor, Outer):
-            factor = replace(factor, shared=factor.shared[:: self.outputs])  # Equal for all copies.
-        self.waiting.setdefault(name, []).append(factor)
-        calls = self.expected[name]
-        if len(self.waiting[name]) == calls * self.passes:
-            found = self.waiting.pop(name)
-            # Backward comes to the calls in the same order in every pass.
-            self.add_factors(name, [joined_outputs(found[i::calls]) for i in range(calls)])
+        with self.lock:
+            calls = self.waiting.setdefault(name, {})
+            if self.passes == 1:
+                calls[call] = of_copies(factor, self.outputs)
+            elif call not in calls:
+                calls[call] = room_for(factor, self.outputs)
+        if self.passes > 1:
+            calls[call].varying[:, self.pass_now()] = factor.varying.squeeze(1)
+        with self.lock:
+            self.arrived[name] += 1
+            if self.arrived[name] < self.expected[name] * self.passes:
+                return
+            self.add_factors(name, [*self.waiting.pop(name).values()])
+        if self.passes == 1 and _bytes(self.ready) > WORK_BYTES:
+            self.reduce()
+
+    def pass_now(self) -> int:
+        """Backward has a thread of its own on a GPU, where passes come one after the other."""
+        only = next(iter(self.running.values()))
+        return self.running.get(threading.get_ident(), only)
 
     def add_factors(self, name: str, factors: list[Factor]) -> None:
-        direct = [f for f in factors if isinstance(f, Direct)]
-        if len(direct) < len(factors):
-            self.add(name, gram(factors))
-            return
-        # The many small ones (biases, gains) wait for each other: one product serves them all.
-        group = self.groups.get(name, "network")
-        self.small.setdefault(group, []).append(sum_of(direct))
-        self.bytes[group] += self.small[group][-1].nbytes
-        if self.bytes[group] > WORK_BYTES:
-            self.flush(group)
+        self.ready.append((self.groups.get(name, "network"), factors))
 
-    def flush(self, group: Hashable) -> None:
-        """Reduce the group's gradients that were waiting."""
-        part = direct_gram(torch.cat(self.small.pop(group), 1))
-        del self.bytes[group]
-        self.grams[group] = self.grams[group] + part if group in self.grams else part
+    def reduce(self) -> None:
+        """Add the Grams of what is ready: a thread for each where there are many, else one by one
+        with all threads."""
+        jobs = _jobs(self.ready)
+        self.ready = []
+        many = len(jobs) > 8 * torch.get_num_threads()
+        parts = in_threads(_gram_of, jobs) if many else [_gram_of(job) for job in jobs]
+        for (group, _), part in zip(jobs, parts, strict=True):
+            self.add(group, part)
 
-    def add(self, name: str, part: Tensor) -> None:
-        group = self.groups.get(name, "network")
+    def add(self, group: Hashable, part: Tensor) -> None:
         self.grams[group] = self.grams[group] + part if group in self.grams else part
 
 
@@ -190,23 +197,64 @@ def _reduced(
             return reducer, reducer.strange
         reducer.recording = False
         totals = [_own_outputs(values).sum()] if copied else list(values.sum(0).unbind())
-        found: list[tuple[Tensor | None, ...]] = []
-        while totals:
-            wanted = [*leaves.values(), *(parameters[name] for name in rest)]
-            more = len(totals) > 1
-            found += [autograd.grad(totals.pop(0), wanted, retain_graph=more, allow_unused=True)]
+        del values
+        wanted = [*leaves.values(), *(parameters[name] for name in rest)]
+        found = _passed_back(reducer, totals, wanted)
     astray = {
         n for part in found for n, g in zip(rest, part[len(leaves) :], strict=True) if g is not None
     }
     if reducer.waiting or astray:
         return reducer, astray | reducer.waiting.keys()
-    for name, parts in zip(leaves, zip(*found, strict=True), strict=False):
-        known = [Direct(g.flatten(1)) for g in parts if g is not None]
-        if known:
-            reducer.add_factors(name, [joined_outputs(known)])
-    for group in list(reducer.small):
-        reducer.flush(group)
+    for (name, leaf), parts in zip(leaves.items(), zip(*found, strict=True), strict=False):
+        if any(g is not None for g in parts):
+            known = [torch.zeros_like(leaf) if g is None else g for g in parts]
+            # Copies of the inputs for every output lie as [B, C] already.
+            varying = torch.stack(known, 1).reshape(-1, outputs, leaf[0].numel())
+            reducer.add_factors(name, [Direct(varying)])
+    reducer.reduce()
     return reducer, set()
+
+
+def _passed_back(
+    reducer: _Reducer, totals: list[Tensor], wanted: list[Tensor]
+) -> list[tuple[Tensor | None, ...]]:
+    """The gradients of every total, on a CPU as many at a time as there are threads."""
+    if len(totals) == 1:
+        return [autograd.grad(totals.pop(), wanted, allow_unused=True)]
+
+    def gradients(index: int) -> tuple[Tensor | None, ...]:
+        reducer.running[threading.get_ident()] = index
+        try:
+            return autograd.grad(totals[index], wanted, retain_graph=True, allow_unused=True)
+        finally:
+            del reducer.running[threading.get_ident()]
+
+    if totals[0].device.type == "cpu":
+        return in_threads(gradients, range(len(totals)))
+    return [gradients(index) for index in range(len(totals))]
+
+
+def _bytes(ready: list[tuple[Hashable, list[Factor]]]) -> int:
+    return sum(f.varying.nbytes for _, factors in ready for f in factors)
+
+
+def _gram_of(job: tuple[Hashable, list[Factor]]) -> Tensor:
+    with torch.no_grad():  # A thread has a mode of its own.
+        return gram(job[1])
+
+
+def _jobs(ready: list[tuple[Hashable, list[Factor]]]) -> list[tuple[Hashable, list[Factor]]]:
+    """A group's many small gradients (biases, gains) together: one product serves them all."""
+    jobs, small = [], dict[Hashable, list[Tensor]]()
+    for group, factors in ready:
+        direct = [f for f in factors if isinstance(f, Direct)]
+        if len(direct) < len(factors):
+            jobs.append((group, factors))
+        else:
+            small.setdefault(group, []).append(sum_of(direct))
+    for group, parts in small.items():
+        jobs.append((group, [Direct(torch.cat(parts, 1)[:, None])]))
+    return jobs
 
 
 def _repeated(batch: Batch, outputs: int) -> Batch:

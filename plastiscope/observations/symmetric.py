@@ -41,24 +41,14 @@ def gram_of_columns(rows: Tensor) -> Tensor:
         return rows.mT @ rows
     own = rows.detach().numpy()
     # NaN and infinity go on into the result, whose status names them.
-    with _one_blas_thread(), np.errstate(invalid="ignore"):
+    with one_blas_thread(), np.errstate(invalid="ignore"):
         return torch.from_numpy(np.matmul(np.swapaxes(own, -1, -2), own))
-
-
-def multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
-    """Many products of small matrices [..., m, k] [..., k, n] into `out`: on the CPU NumPy's BLAS
-    takes two thirds of the time of torch's."""
-    if out.device.type != "cpu":
-        torch.matmul(left, right, out=out)
-        return
-    with _one_blas_thread(), np.errstate(invalid="ignore"):
-        np.matmul(left.detach().numpy(), right.detach().numpy(), out=out.numpy())
 
 
 def eigenvalues(symmetric: Floats) -> Floats:
     """Ascending [..., n] of float64 [..., n, n]; NaN where LAPACK failed."""
     try:
-        with _one_blas_thread():
+        with one_blas_thread():
             return np.asarray(np.linalg.eigvalsh(symmetric))
     except np.linalg.LinAlgError:
         if symmetric.ndim == 2:
@@ -78,7 +68,7 @@ def tridiagonal(lower: Floats) -> tuple[Floats, Floats]:
     if n < 2:
         return lower.diagonal().copy(), np.zeros(0)
     work = int(lapack.dsytrd_lwork(n, lower=1)[0])
-    with _one_blas_thread():
+    with one_blas_thread():
         _, diagonal, off, _, failed = lapack.dsytrd(lower, lower=1, lwork=work, overwrite_a=1)
     if failed:
         raise ValueError(f"dsytrd refused its argument {-failed}")
@@ -128,7 +118,7 @@ def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_O
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with _one_blas_thread():
+        with one_blas_thread():
             if threads == 1:
                 return [function(item) for item in items]
             one = functools.partial(torch.set_num_threads, 1)
@@ -139,7 +129,7 @@ def in_threads(function: Callable[[_In], _Out], items: Iterable[_In]) -> list[_O
 
 
 @contextlib.contextmanager
-def _one_blas_thread() -> Iterator[None]:
+def one_blas_thread() -> Iterator[None]:
     """While it lasts, NumPy's and SciPy's BLAS take one thread a call: on matrices of these sizes a
     second one mostly waits, and on a busy machine for very long.
 
