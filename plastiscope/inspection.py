@@ -17,6 +17,7 @@ from .checkpoints import Checkpoint, Run, State
 from .config import Settings
 from .errors import UnreadableError
 from .network import Network, open_network, signature
+from .probe.find import beside
 
 SCHEMA = "plastiscope.inspect/1"
 LOOKED_THROUGH = 1 << 28
@@ -34,8 +35,11 @@ def inspect(paths: Iterable[str | Path], settings: Settings | None = None) -> di
 
 
 def _describe(run: Run, settings: Settings) -> dict[str, Any]:
+    probes = [file.name for file in beside(run.path)]
     skipped = [
-        {"name": s.name, "reason": s.reason, "unreadable": s.unreadable} for s in run.skipped
+        {"name": s.name, "reason": s.reason, "unreadable": s.unreadable}
+        for s in run.skipped
+        if s.name not in probes
     ]
     listed: list[dict[str, Any]] = []
     networks: dict[str, dict[str, Any]] = {}
@@ -53,6 +57,7 @@ def _describe(run: Run, settings: Settings) -> dict[str, Any]:
         "path": str(run.path),
         "notes": list(run.notes),
         "checkpoints": listed,
+        "probes": [{"name": name, "used": settings.probe is None} for name in probes],
         "skipped": skipped,
         "breaks": [
             {"checkpoint": b.checkpoint, "reason": b.reason, "tensors": list(b.tensors)}

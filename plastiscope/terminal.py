@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -30,7 +29,7 @@ WHERE = 30
 """Characters of a place in the summary, so that its six columns fit 80."""
 
 
-def _console(stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
+def plain_console(stderr: bool = False, quiet: bool = False, soft_wrap: bool = False) -> Console:
     """A console that prints names and docstrings as they are: `[dh, fan_in]` is no markup."""
     return Console(stderr=stderr, quiet=quiet, soft_wrap=soft_wrap, highlight=False, markup=False)
 
@@ -40,8 +39,8 @@ class Terminal:
 
     def __init__(self, quiet: bool = False) -> None:
         self.quiet = quiet
-        self.notes = _console(stderr=True, quiet=quiet, soft_wrap=True)
-        self.output = _console(quiet=quiet)
+        self.notes = plain_console(stderr=True, quiet=quiet, soft_wrap=True)
+        self.output = plain_console(quiet=quiet)
         self.live = self.notes.is_terminal and not quiet
         self.progress = Progress(
             TextColumn("{task.description}", markup=False),
@@ -169,123 +168,11 @@ def _add_finding(table: Table, finding: Finding) -> None:
         )
 
 
-def print_inspection(found: dict[str, Any], verify: bool = False) -> None:
-    """Runs, checkpoints in order, what was skipped, the model and its parts."""
-    console = _console()
-    for run in found["runs"]:
-        count = len(run["checkpoints"])
-        said = f"  {count or 'no readable'} checkpoint{'' if count == 1 else 's'}"
-        console.print(Text.assemble((run["name"], "bold"), said))
-        if count:
-            console.print()
-            console.print(_checkpoints(run["checkpoints"]))
-        for title, lines in _remarks(run):
-            console.print(f"\n{title}", style="bold")
-            for line in lines:
-                console.print(f"  {line}")
-        for network in run["architectures"].values():
-            _print_network(console, network, verify)
-
-
-def _checkpoints(checkpoints: Sequence[dict[str, Any]]) -> Table:
-    table = _table("step", "checkpoint", "format", "dtype", "parameters", "size", "step from")
-    table.columns[1].no_wrap = True
-    for c in checkpoints:
-        table.add_row(
-            str(c["step"]),
-            c["name"],
-            c["format"] if c["branch"] == "raw" else f"{c['format']} ({c['branch']})",
-            ", ".join(c["dtypes"]),
-            f"{c['parameters']:,}",
-            f"{c['bytes'] / 1e6:.2f} MB",
-            c["step_source"],
-        )
-    return table
-
-
-def _remarks(run: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    notes = [*run["notes"], *(f"{c['name']}: {n}" for c in run["checkpoints"] for n in c["notes"])]
-    notes += [
-        f"{c['name']}: NaN or infinity in {', '.join(c['non_finite'])}"
-        for c in run["checkpoints"]
-        if c["non_finite"]
-    ]
-    breaks = [f"{b['checkpoint']}: {b['reason']}" for b in run["breaks"]]
-    skipped = [f"{s['name']}: {s['reason']}" for s in run["skipped"]]
-    for title, lines in (("notes", notes), ("breaks", breaks), ("skipped", skipped)):
-        if lines:
-            yield title, lines
-
-
-def _print_network(console: Console, network: dict[str, Any], verify: bool) -> None:
-    model = network["model"] or f"no live model: {network['missing']}"
-    console.print(Text.assemble(("\nmodel", "bold"), f"  {model}"), soft_wrap=True)
-    for line in network["assumptions"]:
-        console.print(f"  {line}", soft_wrap=True)
-    for probe in network["probes"]:
-        console.print(f"  probe: {probe['source']}, {probe['inputs']} inputs")
-    table = _table("component", "blocks", "heads", "replayed", "tensors")
-    for members in _alike(network["components"]):
-        first = members[0]
-        tensors = (
-            first["tensors"]
-            if len(members) == 1
-            else [_starred(first, t) for t in first["tensors"]]
-        )
-        blocks = _spans([c["block"] for c in members if c["block"] is not None])
-        replayed = "yes" if first["replayed"] else "no"
-        heads = str(first["heads"] or "")
-        table.add_row(first["component"], blocks, heads, replayed, "\n".join(tensors))
-    console.print(table)
-    for name, tensors in (("buffers", network["buffers"]), ("no data", network["no_data"])):
-        if tensors:
-            console.print(f"{name}: {', '.join(tensors)}")
-    for name, other in network["tied"].items():
-        console.print(f"tied: {name} is {other}")
-    for proof in network["proofs"]:
-        if not proof["ok"]:
-            console.print(f"attention of block {proof['block']}: REFUSED: {proof['why']}")
-        elif verify:
-            error = f"largest relative error {proof['error']:.1e}"
-            console.print(f"attention of block {proof['block']}: proved, {error}")
-
-
-def _alike(components: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Components that are the same in several blocks but for the block's number, together."""
-    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-    for c in components:
-        tensors = tuple(_starred(c, t) for t in c["tensors"])
-        groups.setdefault((c["component"], c["heads"], c["replayed"], tensors), []).append(c)
-    return list(groups.values())
-
-
-def _starred(component: dict[str, Any], tensor: str) -> str:
-    return re.sub(rf"(?<![0-9]){component['block']}(?![0-9])", "*", tensor, count=1)
-
-
-def _spans(numbers: list[int]) -> str:
-    """[0, 1, 2, 5] as "0-2, 5"."""
-    spans: list[list[int]] = []
-    for one in sorted(numbers):
-        if spans and one == spans[-1][-1] + 1:
-            spans[-1] = [spans[-1][0], one]
-        else:
-            spans.append([one])
-    return ", ".join("-".join(map(str, span)) for span in spans)
-
-
-def _table(*headings: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
-    for heading in headings:
-        table.add_column(heading, overflow="fold")
-    return table
-
-
 def print_rows(rows: pd.DataFrame) -> None:
     """A table of rows; what is the same in all of them is said once, above."""
     from .show import compact, texts
 
-    console = _console()
+    console = plain_console()
     kept, same = compact(rows)
     if same:
         console.print(", ".join(f"{k} {v}" for k, v in same.items()))
@@ -302,7 +189,7 @@ def print_explanation(metric: str | None) -> None:
     """One metric's explanation, or the list of all."""
     from .metrics import METRICS, explain
 
-    console = _console()
+    console = plain_console()
     if metric is None:
         table = Table(box=None, pad_edge=False)
         table.add_column("metric", no_wrap=True)

@@ -234,7 +234,7 @@ def inspect(
     if format == "json":
         print(json.dumps(found, indent=2, allow_nan=False))
     else:
-        from ..terminal import print_inspection
+        from ..listing import print_inspection
 
         print_inspection(found, verify)
     if any(s["unreadable"] for run in found["runs"] for s in run["skipped"]):

@@ -163,6 +163,21 @@ def test_many_regressions_are_counted_by_rule_before_they_are_listed(make: Maker
     assert sum(line.startswith("  block 0 part") for line in lines) == 11
 
 
+def test_text_fits_80_columns_and_breaks_no_name_and_no_command(make: Maker) -> None:
+    long = "encoder.layers." + "x" * 90
+    names = ["a component with several words in its name", long]
+    old = make("old", {1: [row(10.0, name) for name in names]})
+    new = make("new", {1: [row(1.0, name) for name in names]})
+    result = check(new, old, RULES[:1])
+    lines = FORMATS["text"](result).splitlines()
+    wide = [line.strip() for line in lines if len(line) > 80]
+    commands = [line for line in wide if line.startswith("plastiscope show ")]
+    assert len(commands) == 2  # to be copied
+    assert [line for line in wide if line not in commands] in ([long], [long, lines[1]])
+    said = " ".join(" ".join(lines).split())
+    assert all(finding.message in said for finding in result.regressions)
+
+
 def test_a_drawn_figure_is_pointed_to(results: dict[str, Result]) -> None:
     result = results["failing"]
     figure = Path(str(result.out), "figures", "r", "head-rank.png")

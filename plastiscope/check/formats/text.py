@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from ..findings import Finding, Result
 
 FEW = 10
+WIDTH = 80
 
 
 def render(result: Result) -> str:
@@ -46,7 +48,7 @@ def _by_rule(result: Result) -> Iterator[str]:
 
 
 def _told(result: Result, finding: Finding) -> Iterator[str]:
-    yield f"  {finding.message}"
+    yield from _wrapped(finding.message)
     place = [f"rule {finding.rule}"] if finding.rule else []
     place += [f"run {finding.run}"] if finding.run else []
     if place:
@@ -61,6 +63,19 @@ def _shortened(notes: Sequence[Finding]) -> Iterator[str]:
     for note in notes:
         kinds.setdefault(note.kind, []).append(note)
     for found in kinds.values():
-        yield from (f"  {note.message}" for note in found[:FEW])
+        for note in found[:FEW]:
+            yield from _wrapped(note.message)
         if len(found) > FEW:
             yield f"  and {len(found) - FEW} more like the last (--format json has them all)"
+
+
+def _wrapped(message: str) -> list[str]:
+    """The message broken between words; names and paths are never broken."""
+    return textwrap.wrap(
+        message,
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
