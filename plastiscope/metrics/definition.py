@@ -122,14 +122,27 @@ class Explanation:
 
 
 _SUBJECTS = {
-    "Spectrum": "weights, per-head weights, features, per-head features and CLS tokens",
-    "Weight": "weights and per-head weights",
-    "Magnitude": "weights, per-head weights, biases and gains",
-    "Features": "features, per-head features and CLS tokens",
-    "Units": "activations",
-    "Attention": "attention maps, per head",
-    "Outputs": "the network's outputs on a labelled probe",
+    "Spectrum": "weights [out, in], per-head weights [dh, in], features [rows, width], per-head "
+    "features [rows, dh] and CLS tokens [inputs, width]",
+    "Weight": "weights [out, in] and per-head weights [dh, in]",
+    "Magnitude": "weights [out, in], per-head weights [dh, in], biases and gains [width]",
+    "Features": "features [rows, width], per-head features [rows, dh] and CLS tokens "
+    "[inputs, width]",
+    "Units": "activations [rows, units]",
+    "UnitGradients": "gradients of the loss into activations [rows, units]",
+    "Attention": "attention maps [queries, keys], per head and input",
+    "Outputs": "the network's outputs [labels, classes] on a labelled probe",
+    "Kernel": "the tangent kernel [n, n] of n per-input gradients, whole and by component",
+    "Jacobian": "the Jacobians [outputs, inputs] of each component, each block and the network, "
+    "per input",
+    "RateOfChange": "each component's inputs and outputs, in pairs [pairs]",
+    "ChangeBound": "the weights of norms [width], linear layers [out, in] and attention heads "
+    "[dh, in]",
+    "OptimizerState": "each parameter's stored optimizer state, of the parameter's shape",
+    "TaskAccuracies": "the accuracies [tasks] of one labelled probe a task",
+    "Coverage": "the whole network",
 }
+"""What each kind of observation is of, and its shape."""
 
 
 def explanation(found: Metric) -> Explanation:
@@ -146,7 +159,7 @@ def explanation(found: Metric) -> Explanation:
         aliases=parts.get("Also called", ""),
         source=found.source,
         laws=found.laws,
-        subject=_SUBJECTS.get(found.needs, found.needs.lower()),
+        subject=_SUBJECTS[found.needs],
         version=found.version,
         default=found.default,
     )
