@@ -186,6 +186,7 @@ def gradient_rows(
             yield from absent("UnitGradients", place, "no_labels", chosen)
         return
     seen = _gradients_at(network, batch, {i: c.features for i, c in activations.items()})
+    mask = batch["mask"].bool().cpu() if "mask" in batch else None
     for i, place in places.items():
         gradient = seen.get(i)
         if gradient is None:
@@ -201,10 +202,12 @@ def gradient_rows(
         per_input = gradient.reshape(len(batch["inputs"]), -1, gradient.shape[-1])
         fold = torch.arange(len(per_input)) % folds
         counted = torch.ones(per_input.shape[:2], dtype=torch.bool)
-        if "mask" in batch and batch["mask"].shape == counted.shape:
-            counted = batch["mask"].bool().cpu()
+        if mask is not None and mask.shape == counted.shape:
+            counted = mask
+        rows = counted.flatten().nonzero().squeeze(1)
+        some = per_input.flatten(0, 1)[rows.to(per_input.device, non_blocking=True)]
         sums = UnitGradientSums(folds)
-        sums.add(per_input[counted.to(per_input.device)], fold.repeat_interleave(counted.sum(1)))
+        sums.add(some, fold.repeat_interleave(counted.sum(1)))
         yield from measure(sums.finish(), place, chosen)
 
 

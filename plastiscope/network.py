@@ -250,10 +250,17 @@ def _weights_only(state: State, settings: Settings, device: torch.device, why: s
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name. Raises UsageError when nothing can be put there."""
+    """The device of that name. Raises UsageError when no float64 tensor can be put there."""
+    found = " or ".join(["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))])
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        raise UsageError(f"--device {name} can't be used here: {error}".splitlines()[0]) from error
+    except RuntimeError:
+        raise UsageError(f"--device {name}: there is no such device: give {found}") from None
+    try:
+        torch.zeros(1, dtype=torch.float64, device=device).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+        # Sums and spectra are float64, which Apple's GPUs haven't got.
+        said = str(error).strip().splitlines()[:1] or [type(error).__name__]
+        why = said[0].split(". ")[0]
+        raise UsageError(f"--device {name} can't be used here: {why}: give {found}") from error
     return device

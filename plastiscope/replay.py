@@ -34,7 +34,7 @@ from .anatomy.parts import (
 )
 from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
-from .observations import AttentionSums, FeatureSums, OutputSums, UnitSums, in_threads
+from .observations import AttentionSums, FeatureSums, Folds, OutputSums, UnitSums, in_threads
 from .store import Row
 
 VERSION = 3
@@ -64,10 +64,15 @@ class _Chunk:
     first: int
     fold: torch.Tensor
     mask: torch.Tensor | None
-    chosen: dict[tuple[int, bool], tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]] = field(
-        default_factory=dict
-    )
+    chosen: dict[tuple[int, bool], tuple[torch.Tensor | None, Folds]] = field(default_factory=dict)
     kept: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
+    windowed: dict[int, Folds] = field(default_factory=dict)
+
+    def folds(self, windows: int = 1) -> Folds:
+        """Of the inputs, each in so many windows."""
+        if windows not in self.windowed:
+            self.windowed[windows] = Folds(self.fold.repeat_interleave(windows))
+        return self.windowed[windows]
 
 
 @dataclass
@@ -161,11 +166,10 @@ class Replay:
             self._add_features(index, x.flatten(2))
             self._add_heads(index, x)
         sums = self._maps(block)
-        fold = self._chunk.fold.repeat_interleave(windows)
         queries = self._chunk.mask if windows == 1 else None
         if queries is not None and queries.shape[1] != call.q.shape[2]:
             queries = None
-        sums.add(call.probabilities, call.visible, fold, queries)
+        sums.add(call.probabilities, call.visible, self._chunk.folds(windows), queries)
 
     def _add_expert(self, block: int, number: int) -> None:
         """The sums of an expert's units, which are there before any token goes to it."""
@@ -210,11 +214,10 @@ class Replay:
     def _add_features(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, d] or [B, d]."""
         assert self._chunk is not None
-        rows, fold, inputs = self._rows(x, self._chunk, bounded=True)
-        self._sums(index, "all").add(rows, fold, inputs if x.ndim > 2 else None)
+        self._sums(index, "all").add(*self._rows(x, self._chunk, bounded=True))
         cls = None if self.anatomy.components[index].before_cls else self.anatomy.cls
         if cls is not None and (x.ndim == 2 or x.shape[1] > cls):
-            self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.fold)
+            self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.folds())
 
     def _sums(self, index: int, tokens: str) -> FeatureSums:
         return self.features.setdefault((index, tokens), FeatureSums(self.sampling.folds))
@@ -222,35 +225,36 @@ class Replay:
     def _add_heads(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, H, dh]."""
         assert self._chunk is not None
-        rows, fold, _ = self._rows(x, self._chunk, bounded=True)
-        self.per_head.setdefault(index, FeatureSums(self.sampling.folds)).add(rows, fold)
+        sums = self.per_head.setdefault(index, FeatureSums(self.sampling.folds))
+        sums.add(*self._rows(x, self._chunk, bounded=True))
 
     def _add_units(
         self, index: int, component: Component, x: torch.Tensor, before: torch.Tensor | None
     ) -> None:
         assert self._chunk is not None
         sums = self.units.setdefault(index, UnitSums(self.sampling.folds, component.function))
-        rows, fold, _ = self._rows(x, self._chunk)
+        rows, folds = self._rows(x, self._chunk)
         if before is not None and before.shape == x.shape:
-            sums.add(rows, self._rows(before, self._chunk)[0], fold)
+            sums.add(rows, self._rows(before, self._chunk)[0], folds)
         else:
-            sums.add(rows, None, fold)
+            sums.add(rows, None, folds)
 
     def _rows(
         self, x: torch.Tensor, chunk: _Chunk, bounded: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows [n, ...] of x [B, P, ...] that count; the fold and the input of each [n]."""
+    ) -> tuple[torch.Tensor, Folds]:
+        """The rows [n, ...] of x [B, P, ...] that count; the fold and the input of each [n], the
+        input where there are several rows of one."""
         if x.ndim == 2:
-            return x, chunk.fold, torch.arange(len(x))
+            return x, chunk.folds()
         key = (x.shape[1], bounded)
         if key not in chunk.chosen:
             keep = self._keep(chunk, *key)
             numbers = torch.arange(len(x))[:, None].expand(keep.shape)[keep]
             chosen = None if keep.all() else keep.flatten().nonzero().squeeze(1).to(x.device)
-            chunk.chosen[key] = chosen, chunk.fold[numbers], numbers
-        chosen, fold, numbers = chunk.chosen[key]
+            chunk.chosen[key] = chosen, Folds(chunk.fold[numbers], numbers)
+        chosen, folds = chunk.chosen[key]
         flat = x.flatten(0, 1)
-        return flat if chosen is None else flat[chosen], fold, numbers
+        return flat if chosen is None else flat[chosen], folds
 
     def _keep(self, chunk: _Chunk, positions: int, bounded: bool) -> torch.Tensor:
         """Which positions count [B, P], on the CPU; bounded: at most so many of each input."""

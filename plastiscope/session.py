@@ -19,7 +19,7 @@ from .costs import costs
 from .derivatives import wants
 from .errors import NotEnoughEvidenceError, UnreadableError
 from .network import Network, counted_entries, label, open_network, signature
-from .observations import Coverage
+from .observations import Coverage, spectra_places
 from .past import Past
 from .replay import Replay, Sampling
 from .reporter import Reporter
@@ -254,4 +254,5 @@ def _environment() -> dict[str, Any]:
         "torch": torch.__version__,
         "python": platform.python_version(),
         "threads": torch.get_num_threads(),
+        "spectra": spectra_places(),
     }

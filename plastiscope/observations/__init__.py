@@ -3,7 +3,9 @@
 from .attention import Attention, AttentionSums
 from .captures import Called, capture
 from .coverage import Coverage
+from .device import spectra_places
 from .features import Features, FeatureSums
+from .folds import Folds
 from .jacobian import Jacobian, observe_jacobians
 from .kernel import Kernel, observe_ntk, plan_ntk
 from .optimizer import OptimizerState
@@ -33,6 +35,7 @@ __all__ = [
     "Coverage",
     "FeatureSums",
     "Features",
+    "Folds",
     "Jacobian",
     "Kernel",
     "Magnitude",
@@ -61,5 +64,6 @@ __all__ = [
     "plan_ntk",
     "rows_of",
     "spectra_of",
+    "spectra_places",
     "token_radius",
 ]

@@ -26,13 +26,15 @@ _faster: dict[tuple[str, str, int], str] = {}
 
 
 def fetched(*tensors: Tensor) -> tuple[Floats, ...]:
-    """Float64 arrays of tensors of one device, for which the CPU waits once."""
-    device, given = tensors[0].device, [t.detach().double() for t in tensors]
-    if device.type != "cpu":
+    """Float64 arrays of tensors, for which the CPU waits once a device."""
+    given = [t.detach().double() for t in tensors]
+    devices = {t.device for t in given if t.device.type != "cpu"}
+    if devices:
         # Only into pinned memory does CUDA copy while the CPU goes on.
-        pinned = device.type == "cuda"
+        pinned = any(device.type == "cuda" for device in devices)
         places = [torch.empty(t.shape, dtype=t.dtype, pin_memory=pinned) for t in given]
         given = [p.copy_(t, non_blocking=True) for p, t in zip(places, given, strict=True)]
+    for device in devices:
         synchronize(device)
     return tuple(np.asarray(t.numpy()) for t in given)
 
@@ -92,6 +94,6 @@ def _tried(there: Callable[[], _Out], here: Callable[[], _Out]) -> _Out:
         return here()
 
 
-def choices() -> dict[str, str]:
+def spectra_places() -> dict[str, str]:
     """What was found faster: "cpu" or the device's type, by device, kind and side."""
     return {f"{device} {what} {side}": place for (device, what, side), place in _faster.items()}

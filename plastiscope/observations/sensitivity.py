@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from .captures import Batch, Called, Capture, capture
+from .device import fetched
 from .spectra import Floats, spectra_of
 
 PAIRINGS = 4
@@ -148,14 +149,14 @@ def _fed(call: Capture, x: Tensor) -> Tensor:
 
 def _paired(x: Tensor, fx: Tensor, protocol: str) -> RateOfChange:
     shifts = tuple(range(1, min(PAIRINGS, len(x) - 1) + 1))
-    ratios = [_ratios(x, x.roll(s, 0), fx, fx.roll(s, 0)) for s in shifts]
-    stacked = np.stack(ratios, 1) if ratios else np.full((len(x), 1), np.nan)
+    apart, moved = ([_apart(value, value.roll(s, 0)) for s in shifts] for value in (x, fx))
+    stacked = _ratios(apart, moved) if shifts else np.full((len(x), 1), np.nan)
     return RateOfChange(stacked, protocol, int(np.isfinite(stacked).sum()), x[0].numel(), shifts)
 
 
 def _across(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor, protocol: str) -> RateOfChange:
     n = min(len(x), len(y))
-    ratios = _ratios(x[:n], y[:n], fx[:n], fy[:n])[:, None]
+    ratios = _ratios([_apart(x[:n], y[:n])], [_apart(fx[:n], fy[:n])])
     return RateOfChange(ratios, protocol, int(np.isfinite(ratios).sum()), x[0].numel())
 
 
@@ -165,10 +166,16 @@ def joined_rates(parts: Sequence[RateOfChange]) -> RateOfChange:
     return replace(parts[0], ratios=ratios, rows=int(np.isfinite(ratios).sum()))
 
 
-def _ratios(x: Tensor, y: Tensor, fx: Tensor, fy: Tensor) -> Floats:
-    apart = (x.double() - y.double()).flatten(1).norm(dim=1).cpu().numpy()
-    moved = (fx.double() - fy.double()).flatten(1).norm(dim=1).cpu().numpy()
-    return np.where(apart > 0, moved / np.where(apart > 0, apart, 1.0), np.nan)
+def _apart(x: Tensor, y: Tensor) -> Tensor:
+    """Distances [B] in float64."""
+    apart: Tensor = torch.linalg.vector_norm((x.double() - y.double()).flatten(1), dim=1)
+    return apart
+
+
+def _ratios(apart: Sequence[Tensor], moved: Sequence[Tensor]) -> Floats:
+    """[B, S] of distances [B] of S pairings before and after."""
+    before, after = fetched(torch.stack([*apart], 1), torch.stack([*moved], 1))
+    return np.where(before > 0, after / np.where(before > 0, before, 1.0), np.nan)
 
 
 def norm_bound(gain: Tensor) -> ChangeBound:
