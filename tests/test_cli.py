@@ -13,6 +13,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from typer.testing import CliRunner
+
+from plastiscope import cli
+from plastiscope.config import Settings
 
 MODEL = """
 from torch import nn
@@ -74,6 +78,17 @@ def out(run: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert "--with ntk,jacobian,sensitivity would add about 1 s, 1 s and 1 s" in done.stdout
     assert "5/5 step 40 step_40.pt" in done.stderr and "relu" in done.stderr
     return folder
+
+
+def test_help_says_the_defaults_that_hold() -> None:
+    said = " ".join(CliRunner().invoke(cli.app, ["analyze", "--help"]).output.split())
+    said = " ".join(said.replace("│", " ").split())
+    settings = Settings()
+    for name in ("out", "device", "probe_rows", "probe_inputs", "batch_size", "seed", "weights",
+                 "order", "sensitivity_pairs"):  # fmt: skip
+        option = f"--{name.replace('_', '-')}"
+        told = said[said.index(f"{option} ") :].split(" --", 2)[0]
+        assert f"(default: {getattr(settings, name)})" in told, option
 
 
 def test_figures_are_drawn_in_three_formats(out: Path) -> None:

@@ -20,8 +20,8 @@ def analyze(
     probe: Annotated[
         str | None,
         typer.Option(
-            help="File, directory, URL or module:function. [default: the probe beside the run, "
-            "else a synthetic one]",
+            help="File, directory, URL or module:function. (default: the probe beside the run, "
+            "else a synthetic one)",
             rich_help_panel=REPLAY,
         ),
     ] = None,
@@ -29,7 +29,7 @@ def analyze(
         str | None,
         typer.Option(
             help="timm:NAME, torchvision:NAME, transformers:CLASS, FILE.py:FUNCTION or "
-            "MODULE:FUNCTION. [default: from the checkpoint]",
+            "MODULE:FUNCTION. (default: from the checkpoint)",
             rich_help_panel=REPLAY,
         ),
     ] = None,
@@ -42,7 +42,7 @@ def analyze(
         ),
     ] = None,
     device: Annotated[
-        str | None, typer.Option(help="cpu, cuda, cuda:1. [default: cpu]", rich_help_panel=REPLAY)
+        str | None, typer.Option(help="cpu, cuda, cuda:1. (default: cpu)", rich_help_panel=REPLAY)
     ] = None,
     only: Annotated[
         str | None,
@@ -61,7 +61,7 @@ def analyze(
         str | None,
         typer.Option(
             help="Of which functions the tangent kernel is: mean_logit, loss, logits. "
-            "[default: mean_logit, and with labels loss]",
+            "(default: mean_logit, and with labels loss)",
             metavar="A,B",
             rich_help_panel=MEASURE,
         ),
@@ -70,7 +70,7 @@ def analyze(
         str | None,
         typer.Option(
             help="Another data set, as for --probe: the sensitivity pairs input i of the probe "
-            "with input i there. [default: pairs within the probe]",
+            "with input i there. (default: pairs within the probe)",
             metavar="PROBE",
             rich_help_panel=MEASURE,
         ),
@@ -78,25 +78,28 @@ def analyze(
     sensitivity_pairs: Annotated[
         int | None,
         typer.Option(
-            help="At most so many pairs with the second probe. [default: 1024]",
+            help="At most so many pairs with the second probe. (default: 1024)",
             rich_help_panel=MEASURE,
         ),
     ] = None,
     probe_rows: Annotated[
         int | None,
         typer.Option(
-            help="At most so many rows a feature matrix. [default: 4096]", rich_help_panel=MEASURE
+            help="At most so many rows a feature matrix. (default: 4096)", rich_help_panel=MEASURE
         ),
     ] = None,
     probe_inputs: Annotated[
         int | None,
-        typer.Option(help="Size of a synthetic probe. [default: 64]", rich_help_panel=REPLAY),
+        typer.Option(help="Size of a synthetic probe. (default: 64)", rich_help_panel=REPLAY),
     ] = None,
     batch_size: Annotated[
         int | None,
-        typer.Option(help="Inputs replayed at once. [default: 32]", rich_help_panel=REPLAY),
+        typer.Option(help="Inputs replayed at once. (default: 32)", rich_help_panel=REPLAY),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="[default: 0]", rich_help_panel=MEASURE)] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Of every random choice. (default: 0)", rich_help_panel=MEASURE),
+    ] = None,
     family: Annotated[
         list[str] | None,
         typer.Option(help="A further table of tensor names. Repeatable.", rich_help_panel=REPLAY),
@@ -111,7 +114,7 @@ def analyze(
     ] = None,
     weights: Annotated[
         str | None,
-        typer.Option(help="raw or ema. [default: raw]", rich_help_panel=READING),
+        typer.Option(help="raw or ema. (default: raw)", rich_help_panel=READING),
     ] = None,
     prefix: Annotated[
         str | None,
@@ -134,7 +137,7 @@ def analyze(
     ] = None,
     order: Annotated[
         str | None,
-        typer.Option(help="auto, name, content or time.", rich_help_panel=READING),
+        typer.Option(help="auto, name, content or time. (default: auto)", rich_help_panel=READING),
     ] = None,
     base: Annotated[
         str | None,
@@ -160,7 +163,7 @@ def analyze(
         bool | None,
         typer.Option("--strict", help="Stop at the first bad file.", rich_help_panel=READING),
     ] = None,
-    figures: Annotated[bool | None, typer.Option(help="Draw figures. [default: yes]")] = None,
+    figures: Annotated[bool | None, typer.Option(help="Draw figures. (default: yes)")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print errors only.")] = False,
 ) -> None:
     """Measure every checkpoint; write tables and figures; say what changed most."""

@@ -22,7 +22,7 @@ app = typer.Typer(
 
 Runs = Annotated[list[str], typer.Argument(metavar="RUN...", help="Directories, files or URLs.")]
 Out = Annotated[
-    Path | None, typer.Option("--out", "-o", help="Where to write. [default: plastiscope-out]")
+    Path | None, typer.Option("--out", "-o", help="Where to write. (default: plastiscope-out)")
 ]
 Profile = Annotated[
     str | None, typer.Option(help="Named settings of the configuration: its table profiles.NAME.")

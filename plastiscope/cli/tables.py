@@ -16,7 +16,7 @@ from .options import all_of, app, name_list, pairs, step_range
 def figures(
     outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
     to: Annotated[
-        Path | None, typer.Option("--to", help="Where to draw. [default: OUT/figures]")
+        Path | None, typer.Option("--to", help="Where to draw. (default: OUT/figures)")
     ] = None,
     figure: Annotated[
         list[str] | None,
@@ -77,7 +77,7 @@ def figures(
 def report(
     outs: Annotated[list[Path], typer.Argument(metavar="OUT...", help="What analyze wrote.")],
     to: Annotated[
-        Path | None, typer.Option("--to", help="The file. [default: OUT/report.html]")
+        Path | None, typer.Option("--to", help="The file. (default: OUT/report.html)")
     ] = None,
     title: Annotated[str, typer.Option(help="Of the page.")] = "Plasticity report",
 ) -> None:

@@ -18,12 +18,12 @@ def check(
         Path | None, typer.Option(help="The OUT or baseline file of a run that is known good.")
     ] = None,
     rules: Annotated[
-        Path | None, typer.Option(help="A rules file. [default: plastiscope.toml, else built in]")
+        Path | None, typer.Option(help="A rules file. (default: plastiscope.toml, else built in)")
     ] = None,
     format: Annotated[
         list[str] | None,
         typer.Option(
-            help="text, json, junit, markdown, github, sarif. Repeatable. [default: text]"
+            help="text, json, junit, markdown, github, sarif. Repeatable. (default: text)"
         ),
     ] = None,
     output: Annotated[
@@ -71,7 +71,7 @@ def watch(
     interval: Annotated[float, typer.Option(help="Seconds between two looks.")] = 10.0,
     on_fail: Annotated[
         str | None,
-        typer.Option(help="Shell command to call when a rule fails. [default: exit]"),
+        typer.Option(help="Shell command to call when a rule fails. (default: exit)"),
     ] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Measure what is whole now, then exit.")
