@@ -135,14 +135,22 @@ def _embedding_rows(
 
     try:
         yield from observe(places)
-    except RuntimeError:
+    except RuntimeError as error:
+        _demand_memory(error)
         for key, call in places.items():
             try:
                 yield from observe({key: call})
-            except RuntimeError:
+            except RuntimeError as error:
+                _demand_memory(error)
                 place = Place(key[0], key[1], SUBJECT)
                 rows = absent("RateOfChange", place, "embedding_does_not_fit", chosen)
                 yield from (r for r in rows if r.metric == "rate_of_change_embedding")
+
+
+def _demand_memory(error: Exception) -> None:
+    """Raise the error where memory was wanting, which says nothing about what fits."""
+    if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate memory" in str(error):
+        raise error
 
 
 def _layer_bounds(network: Network) -> Iterator[tuple[Hashable, Any]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ import torch
 from torch import nn
 
 import plastiscope
-from plastiscope import cli, store
+from plastiscope import cli, sensitivity, store
 from plastiscope.config import Settings
 from plastiscope.errors import UsageError
 from plastiscope.models.live import Inputs
@@ -101,27 +102,34 @@ def test_the_command_line_pairs_two_data_sets(
     assert facts["failed"] == []
 
 
-def test_the_embedding_protocol_pairs_them_too(tmp_path: Path) -> None:
+@pytest.fixture
+def vit(tmp_path: Path) -> tuple[Any, Path, Settings]:
+    """A small ViT in eval mode, its run, and settings with a second data set."""
     timm = pytest.importorskip("timm")
     torch.manual_seed(0)
     options = {"img_size": 16, "patch_size": 8, "embed_dim": 12, "depth": 2, "num_heads": 3}
     net = timm.create_model("vit_tiny_patch16_224", num_classes=4, **options).eval()
-    folder = tmp_path / "run"
+    folder = tmp_path / "vit"
     folder.mkdir()
     torch.save({"model_state_dict": net.state_dict(), "step": 0}, folder / "0.pt")
     (tmp_path / "vit.py").write_text(VIT)
-    sets = {"probe": torch.randn(6, 3, 16, 16), "other": torch.rand(6, 3, 16, 16)}
-    for name, inputs in sets.items():
-        np.savez((folder if name == "probe" else tmp_path) / f"{name}.npz", inputs=inputs.numpy())
+    np.savez(folder / "probe.npz", inputs=torch.randn(6, 3, 16, 16).numpy())
+    np.savez(tmp_path / "other.npz", inputs=torch.rand(6, 3, 16, 16).numpy())
     settings = Settings(
         out=tmp_path / "out", model=f"{tmp_path / 'vit.py'}:build", only=("sensitivity",),
         batch_size=4, second_probe=str(tmp_path / "other.npz"),
     )  # fmt: skip
+    return net, folder, settings
+
+
+def test_the_embedding_protocol_pairs_them_too(vit: tuple[Any, Path, Settings]) -> None:
+    net, folder, settings = vit
     table = plastiscope.analyze(folder, settings).table()
     net, fed = net.double(), {}
     with torch.no_grad():
-        for name, inputs in sets.items():
-            embedded = net._pos_embed(net.patch_embed(inputs.double()))
+        for name, file in (("probe", folder / "probe.npz"), ("other", settings.second_probe)):
+            inputs = torch.from_numpy(np.load(file)["inputs"]).double()
+            embedded = net._pos_embed(net.patch_embed(inputs))
             fed[name] = net.norm_pre(net.patch_drop(embedded))
         apart = (fed["probe"] - fed["other"]).flatten(1).norm(dim=1)
         for block, module in enumerate(net.blocks):
@@ -134,6 +142,29 @@ def test_the_embedding_protocol_pairs_them_too(tmp_path: Path) -> None:
                 assert found.loc[name, "value"] == pytest.approx(expected, rel=1e-5), name
                 assert found.loc[name, "rows"] == 6
                 assert found.loc[name, "parameters"].startswith("second=other@")
+
+
+def test_too_little_memory_is_not_taken_for_what_does_not_fit(
+    vit: tuple[Any, Path, Settings], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one is tried again, the other is a null row for good."""
+    _, folder, settings = vit
+    said = {"failed": "DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes",
+            "embedding_does_not_fit": "shapes cannot be multiplied"}  # fmt: skip
+    for status, words in said.items():
+
+        def planted(*_: object, words: str = words) -> None:
+            raise RuntimeError(words)
+
+        with monkeypatch.context() as patched:
+            patched.setattr(sensitivity, "observe_rate_of_change_embedding", planted)
+            out = replace(settings, out=settings.out / status)
+            table = plastiscope.analyze(folder, out).table()
+        null = table[table["metric"] == "rate_of_change_embedding"]
+        assert status in set(null["status"]) and null["value"].isna().all()
+        again = plastiscope.analyze(folder, out)
+        found = rates(again.table(), "rate_of_change_embedding")
+        assert (again.runs[0].measured, len(found) > 0) == (status == "failed", status == "failed")
 
 
 def test_pairs_are_part_of_what_rows_depend_on(run: Path, tmp_path: Path) -> None:
