@@ -126,7 +126,7 @@ def _axis(record: Record, number: int, value: Tensor, count: int) -> int | None:
     own = record.values[number].tensor
     if own.shape != value.shape:
         return None
-    differs = (own - value).abs() > 1e-5 * own.abs().max()
+    differs = ((own - value).abs() > 1e-5 * own.abs().max()).cpu()
     if not bool(differs.any()):
         return None
     for axis, size in enumerate(own.shape):

@@ -159,7 +159,7 @@ def _operand(site: AttentionSite, name: str) -> Operand:
 
 
 def _error(new: Tensor, own: Tensor) -> float:
-    scale = max(own.abs().max().item(), 1e-30)
+    scale = own.abs().max().double().clamp(min=1e-30)
     return ((new - own).abs().max() / scale).item()
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import unknown
+from .device import fetched
 from .gradients import MEMORY_LIMIT, gradient_grams
 from .plans import Plan, plan_gradients
 from .single_inputs import Batch, Forward
@@ -127,7 +128,7 @@ def observe_ntk(
     classes = labels.cpu().numpy() if labels is not None and labels.ndim == 1 else None
     counts = _counts(labels).cpu().numpy() if labels is not None else None
     eps = float(torch.finfo(next(iter(module.parameters())).dtype).eps)
-    every = {group: part.cpu().numpy() for group, part in grams.items()}
+    every = dict(zip(grams, fetched(*grams.values()), strict=True))
     own = every.pop("network", None)
     whole = sum(every.values()) + (0.0 if own is None else own)
     if own is not None and every:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .device import fetched
 from .spectra import Floats
 
 
@@ -67,7 +68,8 @@ def _tridiagonal(
         v = w / length.clamp(min=1e-300)[:, None]
         basis.append(v)
     off = torch.stack(beside, 1) if beside else start[:, :0]
-    return torch.stack(diagonal, 1).cpu().numpy(), off.cpu().numpy()
+    found, other = fetched(torch.stack(diagonal, 1), off)
+    return found, other
 
 
 def _matrix(diagonal: Floats, beside: Floats) -> Floats:

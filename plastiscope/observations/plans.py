@@ -12,11 +12,13 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
 from .derivatives import INNERMOST, Make, Names, by_input
+from .device import Floats, fetched
 from .factors import direct_gram, gram
 from .layers import standing_in
 from .single_inputs import (
@@ -123,15 +125,17 @@ def _plan(module: nn.Module, forward: Forward, few: Batch, scalars: Scalars) -> 
         except (RuntimeError, ValueError):
             common = frozenset()  # What follows doesn't take a table for each input.
     routed = _routed(module, forward, few)
-    exact = one_by_one(forward, few, scalars, parameters, list(parameters))
+    plain = one_by_one(forward, few, scalars, parameters, list(parameters))
+    exact = dict(zip(plain, fetched(*plain.values()), strict=True))
     # What a softmax cancels (the key's bias) has a gradient of rounding alone.
     floor = 1e-10 * sum(float(part.diagonal().max()) for part in exact.values())
+    seen = [name for name in exact if name not in left and _pattern(name) not in routed]
+    found = {name: _layered_gram(watcher, axes, name, inputs) for name in seen}
+    grams = {name: part for name, part in found.items() if part is not None}
     layered = {
         name
-        for name in exact
-        if name not in left
-        and _pattern(name) not in routed
-        and _agrees(watcher, axes, name, inputs, exact[name], floor)
+        for name, part in zip(grams, fetched(*grams.values()), strict=True)
+        if _close(part, exact[name], floor)
     }
     layered = _closed(layered, watcher.counts)
     copied = {}
@@ -201,8 +205,8 @@ def _perturbed(module: nn.Module) -> Iterator[None]:
         with torch.no_grad():
             for p in module.parameters():
                 finite = torch.nan_to_num(p.detach(), posinf=0.0, neginf=0.0)
-                scale = max(0.1 * float(finite.float().square().mean().sqrt()), 0.02)
-                noise = torch.randn(p.shape, generator=generator).to(p)
+                scale = (0.1 * finite.float().square().mean().sqrt()).clamp(min=0.02)
+                noise = torch.randn(p.shape, generator=generator).to(p, non_blocking=True)
                 p.copy_(finite + scale * noise)
         yield
     finally:
@@ -266,12 +270,14 @@ def _rolled(module: nn.Module, forward: Forward, few: Batch, inputs: int) -> _Wa
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
-    scale = float(b.abs().nan_to_num(posinf=0.0).max()) if b.numel() else 0.0
+    if not b.numel():
+        return True
     # A half-precision product depends on the batch's size in its last digits.
     close = max(1e-4, 8 * torch.finfo(b.dtype).eps) if b.is_floating_point() else 1e-4
-    return bool(
-        torch.allclose(a.double(), b.double(), rtol=1e-3, atol=close * scale, equal_nan=True)
-    )
+    bound = close * b.abs().nan_to_num(posinf=0.0).max().double() + 1e-3 * b.abs().double()
+    apart = (a.double() - b.double()).abs()
+    same = (a == b) | (a.isnan() & b.isnan()) | (apart.isfinite() & (apart <= bound))
+    return bool(same.all())
 
 
 def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, int], int]:
@@ -290,31 +296,28 @@ def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, i
     return axes
 
 
-def _agrees(
-    watcher: _Watcher,
-    axes: Mapping[tuple[Names, int], int],
-    name: str,
-    inputs: int,
-    exact: Tensor,
-    floor: float,
-) -> bool:
-    """Whether the layers' factors give the Gram of the plain gradients."""
+def _layered_gram(
+    watcher: _Watcher, axes: Mapping[tuple[Names, int], int], name: str, inputs: int
+) -> Tensor | None:
+    """The Gram that the layers' factors give, if they give one."""
     made = watcher.made.get(name, [])
     if not made or any((names, number) not in axes for names, number, _ in made):
-        return False
+        return None
     factors = []
     for names, number, make in made:
         axis = axes[names, number]
         factors.append(make(lambda x, axis=axis: by_input(x, axis, inputs)))  # type: ignore[misc]
     try:
-        return _close(gram(factors), exact, floor)
+        return gram(factors)
     except ValueError:
-        return False
+        return None
 
 
-def _close(found: Tensor, exact: Tensor, floor: float) -> bool:
+def _close(found: Floats, exact: Floats, floor: float) -> bool:
+    """Whether it's the Gram of the plain gradients."""
     allowed = max(AGREEMENT * float(exact.diagonal().max()), floor)
-    return bool((found - exact).abs().max() <= allowed)
+    with np.errstate(invalid="ignore"):
+        return bool(np.abs(found - exact).max() <= allowed)
 
 
 def _closed(layered: set[str], calls: Collection[Names]) -> set[str]:
@@ -332,7 +335,7 @@ def _copy_that_agrees(
     few: Batch,
     scalars: Scalars,
     name: str,
-    exact: Tensor,
+    exact: Floats,
     floor: float,
 ) -> str | None:
     """A shape of copies, one for each input, that stands in for the parameter unnoticed."""
@@ -346,6 +349,6 @@ def _copy_that_agrees(
                 (found,) = torch.autograd.grad(total, list(leaves.values()))
         except (RuntimeError, ValueError, IndexError, TypeError):
             continue  # The parameter doesn't broadcast that way.
-        if _close(direct_gram(found.flatten(1)), exact, floor):
+        if _close(fetched(direct_gram(found.flatten(1)))[0], exact, floor):
             return shape
     return None
