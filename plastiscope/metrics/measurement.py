@@ -27,9 +27,10 @@ NO_VALUE = frozenset(
 """Statuses that never come with a value."""
 
 
-VERSION = 2
+VERSION = 3
 """Of the rows made of what metrics find. Raise it with every change of a standard error, of an
-attainable maximum or of when a status is given, which no single metric's version would tell."""
+attainable maximum, of the network's totals or of when a status is given, which no single metric's
+version would tell."""
 LACKING = 0.1
 """Share of a rank that may be missing for want of rows before the row says so."""
 

@@ -32,6 +32,7 @@ _UNITS = (
     unit_metrics.active_fraction,
     unit_metrics.dead_fraction,
     unit_metrics.rarely_active_fraction,
+    unit_metrics.saturated_fraction,
     unit_metrics.unit_sign_entropy,
 )
 
@@ -70,15 +71,17 @@ def weight_totals(
 def unit_totals(layers: Sequence[Units], only: frozenset[str] | None = None) -> list[Row]:
     """Rows of the network's units: "pooled" counts every unit once, "mean" every layer once.
 
-    Layers that no row reached (unrouted experts) are left out of both.
+    Layers that no row reached (unrouted experts) are left out of both, and of a metric that isn't
+    for every function (saturation) the other layers.
     """
     reached = [layer for layer in layers if layer.status != "not_routed"]
     rows: list[Row] = []
     for metric in _chosen(_UNITS, only):
-        found = [_by_parameters(values_of(metric, layer)) for layer in reached]
-        for parameters in found[0] if found else ():
-            parts = [one[parameters] for one in found]
-            rows += _unit_rows(metric, parts, reached, parameters)
+        found = [(layer, _by_parameters(values_of(metric, layer))) for layer in reached]
+        layers = [layer for layer, values in found if values]
+        known = [values for _, values in found if values]
+        for parameters in known[0] if known else ():
+            rows += _unit_rows(metric, [one[parameters] for one in known], layers, parameters)
     return rows
 
 

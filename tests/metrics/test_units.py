@@ -140,6 +140,19 @@ def test_network_counts_units_or_layers():
     assert total["active_fraction", "pooled"].component == "network"
 
 
+def test_saturation_of_the_network_is_of_its_bounded_layers():
+    x = torch.tensor([[0.5, 3.0, -3.0, 0.0], [0.1, 0.2, 0.3, -4.0]])
+    relu, four = units(x.relu(), x), units(x.tanh(), x, function="tanh")
+    two = units(x[:, :2].tanh(), x[:, :2], function="tanh")
+    total = {(r.metric, r.parameters): r for r in unit_totals([relu, four, two])}
+    pooled, mean = (total["saturated_fraction", name] for name in ("pooled", "mean"))
+    assert pooled.value == pytest.approx(4 / 12) and pooled.columns == 6
+    assert mean.value == pytest.approx((3 / 8 + 1 / 4) / 2)
+    assert total["active_fraction", "pooled"].columns == 10
+    only_relu = {(r.metric, r.parameters) for r in unit_totals([relu])}
+    assert ("saturated_fraction", "pooled") not in only_relu
+
+
 def test_jackknife_of_a_mean_is_its_standard_error():
     """Of equal folds: sqrt(var / K) of the fold means."""
     pre = torch.randn(40, 1, generator=torch.Generator().manual_seed(3))
