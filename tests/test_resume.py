@@ -68,7 +68,7 @@ def settings(tmp_path: Path) -> Settings:
     return Settings(out=tmp_path / "out", only=("dead_fraction", "loss", "effective_rank"))
 
 
-WITH = ("ntk", "jacobian", "sensitivity")
+WITH = ("ntk", "jacobian", "sensitivity", "optimizer")
 
 
 def analyzed(run: Path, settings: Settings, **options: Any) -> tuple[pd.DataFrame, Lines]:
@@ -183,20 +183,24 @@ def plant(
 
 
 @pytest.mark.parametrize(
-    ("name", "family"), [("jacobian_rows", "jacobian"), ("sensitivity_rows", "sensitivity")]
-)
+    ("name", "family", "call"),
+    [("jacobian_rows", "jacobian", 2), ("sensitivity_rows", "sensitivity", 2),
+     ("optimizer_rows", "optimizer", 1)],
+)  # fmt: skip
 def test_a_failure_that_passes_is_measured_again_alone(
-    run: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch, name: str, family: str
-) -> None:
-    """It failed on one of two probes, at one of two checkpoints."""
+    run: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch,
+    name: str, family: str, call: int,
+) -> None:  # fmt: skip
+    """It failed on one of two probes (if it needs one), at one of two checkpoints."""
     settings = replace(settings, extra=WITH)
     undisturbed, _ = analyzed(run, replace(settings, out=settings.out / "undisturbed"))
-    errors = {2: torch.cuda.OutOfMemoryError("out of memory")}
+    errors = {call: torch.cuda.OutOfMemoryError("out of memory")}
     with monkeypatch.context() as patched:
         plant(patched, name, errors.get)
         table, lines = analyzed(run, settings)
     failed = table[table["status"] == "failed"]
-    assert set(failed["step"]) == {100} and {p[0] for p in failed["probe"]} == {"a"}
+    assert set(failed["step"]) == {100}
+    assert {p[0] for p in failed["probe"].dropna()} == ({"a"} if family != "optimizer" else set())
     assert set(failed["metric"]) == derivatives.family(family) and failed["value"].isna().all()
     assert len(lines.telling(f"{family} not measured: out of memory")) == 1
     with monkeypatch.context() as patched:
@@ -208,6 +212,24 @@ def test_a_failure_that_passes_is_measured_again_alone(
     assert calls == [0] and lines.measured == [100]
     same(again, undisturbed)
     assert analyzed(run, settings)[1].measured == []
+
+
+def test_what_fails_again_keeps_its_rows_beside_what_passes(
+    run: Path, settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = replace(settings, extra=("jacobian", "sensitivity"), steps="0")
+    undisturbed, _ = analyzed(run, replace(settings, out=settings.out / "undisturbed"))
+    with monkeypatch.context() as patched:
+        jacobians = plant(patched, "jacobian_rows", lambda _: OSError("disk"))
+        plant(patched, "sensitivity_rows", {0: OSError("disk")}.get)
+        analyzed(run, settings)
+        table, lines = analyzed(run, settings)
+        assert len(jacobians) == 4 and lines.measured == [0]
+    failed = table[table["status"] == "failed"]
+    assert set(failed["metric"]) == derivatives.family("jacobian")
+    facts = store.read_facts(store.metric_files(settings.out)[0])
+    assert [name for name, _ in facts["failed"]] == ["jacobian", "jacobian"]
+    same(analyzed(run, settings)[0], undisturbed)
 
 
 def test_an_earlier_kernel_that_failed_is_a_row_until_it_is_there(
