@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from .alone import Where, attentions_alone, blocks_alone, components_alone
+from .anatomy.parts import plain_name
 from .derivatives import absent_rows, first_inputs, keyed, rows_at
 from .metrics import Place, absent
 from .models.live import Batch
@@ -83,11 +84,13 @@ def sensitivity_rows(
     yield from absent_rows(own, found, "RateOfChange", SUBJECT, chosen & {"rate_of_change"})
     yield from rows_at(dict(_layer_bounds(network)), SUBJECT, chosen)
     blocks = blocks_alone(network).calls
+    only = chosen & {"rate_of_change_embedding"}
     if not blocks:
+        reason = "no_module_of_its_own" if network.anatomy.attention else "no_attention"
+        yield from absent("RateOfChange", Place("network", None, SUBJECT), reason, only)
         return
     fed = own.named(FED)
     first = blocks[min(blocks, key=lambda key: key[1] or 0)]
-    only = chosen & {"rate_of_change_embedding"}
     given = capture(live.module, live.forward, batch, {0: first})
     if given:
         places = {key: call for key, call in fed.calls.items() if key in found}
@@ -135,12 +138,12 @@ def _embedding_rows(
 
     try:
         yield from observe(places)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         _demand_memory(error)
         for key, call in places.items():
             try:
                 yield from observe({key: call})
-            except RuntimeError as error:
+            except (RuntimeError, ValueError) as error:
                 _demand_memory(error)
                 place = Place(key[0], key[1], SUBJECT)
                 rows = absent("RateOfChange", place, "embedding_does_not_fit", chosen)
@@ -162,7 +165,7 @@ def _layer_bounds(network: Network) -> Iterator[tuple[Hashable, Any]]:
         weight = c.weights[0].of(tensors[c.weights[0].tensor])
         if c.name in NORMS:
             yield (c.name, c.block), norm_bound(weight + 1.0 if c.offset_gain else weight)
-        elif c.name in LINEARS:
+        elif plain_name(c.name) in LINEARS:
             yield (c.name, c.block), linear_bound(weight)
 
 

@@ -10,6 +10,7 @@ matrix-free: Lanczos quadrature with J v and J^T w.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -107,7 +108,9 @@ def _jacobian(
         assert isinstance(weight, Tensor)
         return jacobian_of_weight(weight, len(call.x))
     if _is_position_wise(call):
-        return _by_positions(call, positions, generator)
+        # A module that is all zeros but for a skip seems so wherever its channels are.
+        with contextlib.suppress(RuntimeError):
+            return _by_positions(call, positions, generator)
     rows, columns = call.output[0].numel(), call.x[0].numel()
     if min(rows, columns) <= dense_side:
         nodes = _values(dense(call.again, call.x))
@@ -156,7 +159,7 @@ def _is_position_wise(call: Capture) -> bool:
         moved = (call.again(changed) - call.again(call.x)).abs()
     here = float(moved[where].max())
     moved[where] = 0
-    return float(moved.max()) <= 1e-6 * here
+    return here > 0 and float(moved.max()) <= 1e-6 * here
 
 
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
