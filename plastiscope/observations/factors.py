@@ -124,8 +124,8 @@ def outer_gram(outer: Outer) -> Tensor:
 
 def _without_idle_places(outer: Outer) -> Outer:
     """Less the places that no gradient comes to: all but the CLS token in a ViT's last block."""
-    if outer.varying[0, 0].any(-1).all():
-        return outer
+    if outer.shared.device.type != "cpu" or outer.varying[0, 0].any(-1).all():
+        return outer  # To ask a GPU would be to wait for it.
     busy = outer.varying.any(-1).flatten(0, 1).any(0)
     if not busy.any() or not torch.isfinite(outer.shared[:, ~busy]).all():
         return outer  # 0 times infinity is no zero.
@@ -174,18 +174,17 @@ def _by_outputs(varying: Tensor, shared: Tensor) -> Tensor:
     v: Any = varying.flatten(2)
     places: Any = shared.flatten(0, 1)
     room: Any = shared.new_empty(size * c * height * p)
-    parts: Any = shared.new_zeros(-(-t // height), b, c, c)
-    total = shared.new_zeros(b, c, b, c, dtype=torch.float64)
+    found: Any = shared.new_zeros(-(-t // height), b, b, c, c)
     multiply: Any = torch.matmul
-    products = parts
+    parts = found
     if shared.device.type == "cpu":
         v, places, room, parts = v.numpy(), places.numpy(), room.numpy(), parts.numpy()
         multiply = np.matmul
-    with one_blas_thread():
+    with one_blas_thread(), np.errstate(invalid="ignore"):
         for i in range(b):
-            own = places[i * t : (i + 1) * t]
             # From input i on: the rest is the mirror image.
-            weights = multiply(places[i * t :], own.T).reshape(b - i, 1, t, t)
+            weights = multiply(places[i * t :], places[i * t : (i + 1) * t].T)
+            weights = weights.reshape(b - i, 1, t, t)
             for k, top in enumerate(range(0, t, height)):
                 rows = min(height, t - top)
                 for start in range(i, b, size):
@@ -195,11 +194,11 @@ def _by_outputs(varying: Tensor, shared: Tensor) -> Tensor:
                     multiply(some, v[i].reshape(c, t, p), out=weighted)
                     others = v[start : start + count, :, top * p : (top + rows) * p]
                     weighted = weighted.reshape(count, c, -1)
-                    multiply(weighted, others.swapaxes(1, 2), out=parts[k, start : start + count])
-            found = products[:, i:].sum(0, dtype=torch.float64)
-            total[i, :, i:] = found.movedim(0, 1)
-            total[i:, :, i] = found.mT
-    return total.reshape(b * c, b * c)
+                    products = parts[k, i, start : start + count]
+                    multiply(weighted, others.swapaxes(1, 2), out=products)
+    total = found.sum(0, dtype=torch.float64)
+    total.diagonal(dim1=0, dim2=1).mul_(0.5)
+    return (total + total.permute(1, 0, 3, 2)).transpose(1, 2).reshape(b * c, b * c)
 
 
 def _joined_outer(outer: list[Outer]) -> Outer:

@@ -105,8 +105,8 @@ class _Reducer:
 
     def pass_now(self) -> int:
         """Backward has a thread of its own on a GPU, where passes come one after the other."""
-        only = next(iter(self.running.values()))
-        return self.running.get(threading.get_ident(), only)
+        own = threading.get_ident()
+        return self.running[own] if own in self.running else next(iter(self.running.values()))
 
     def add_factors(self, name: str, factors: list[Factor]) -> None:
         self.ready.append((self.groups.get(name, "network"), factors))
@@ -116,7 +116,7 @@ class _Reducer:
         with all threads."""
         jobs = _jobs(self.ready)
         self.ready = []
-        many = len(jobs) > 8 * torch.get_num_threads()
+        many = self.outputs > 1 or len(jobs) > 8 * torch.get_num_threads()
         parts = in_threads(_gram_of, jobs) if many else [_gram_of(job) for job in jobs]
         for (group, _), part in zip(jobs, parts, strict=True):
             self.add(group, part)
