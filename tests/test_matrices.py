@@ -175,3 +175,33 @@ def test_layers_of_zeros_with_channels_last_have_their_own_jacobian(skip: float)
     x = torch.randn(2, 5, 3, 4)
     found = observe_jacobians(net, lambda b: net(b["x"]), {"x": x}, {"whole": ""})["whole"]
     np.testing.assert_allclose(found.nodes, skip, atol=1e-6)
+
+
+def test_a_cache_of_keys_is_found_as_it_was() -> None:
+    """Or a block called again would attend to the keys of earlier calls too."""
+
+    class Remembering(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(6, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, cache: list[Tensor]) -> Tensor:
+            cache.append(self.k(x))
+            keys = torch.cat(cache, 1)
+            return (self.q(x) @ keys.mT).softmax(-1) @ keys
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Remembering()
+
+        def forward(self, x: Tensor) -> Tensor:
+            cache: list[Tensor] = []
+            return self.block(x, cache)
+
+    torch.manual_seed(0)
+    net, x = Net().eval().double(), torch.randn(2, 5, 6).double()
+    found = observe_jacobians(net, lambda b: net(b["x"]), {"x": x}, {0: "block"})[0]
+    own = [jacrev(lambda t: net(t[None]).flatten())(one).flatten(1) for one in x]
+    sigma = torch.linalg.svdvals(torch.stack(own).detach())
+    np.testing.assert_allclose(np.sort(found.nodes)[:, ::-1], sigma.numpy(), rtol=1e-7, atol=1e-9)

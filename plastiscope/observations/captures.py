@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -45,9 +46,20 @@ class Capture:
         Attention is often given the same tensor three times.
         """
         given = _given(self.arguments, self.options)[0]
-        arguments = [x if a is given else a for a in self.arguments]
-        options = {name: x if a is given else a for name, a in self.options.items()}
+        arguments = [x if a is given else _fresh(a) for a in self.arguments]
+        options = {name: x if a is given else _fresh(a) for name, a in self.options.items()}
         return first_tensor(self.module(*arguments, **options))
+
+
+def _fresh(value: Any) -> Any:
+    """A copy of what a module may write to, such as a cache of keys: each call has to find it as
+    the first one did, or it would attend to what earlier calls left there."""
+    if value is None or isinstance(value, (Tensor, nn.Module, tuple, str, int, float)):
+        return value
+    try:
+        return copy.deepcopy(value)
+    except (TypeError, RuntimeError):
+        return value
 
 
 def first_tensor(value: Any) -> Tensor:
@@ -113,6 +125,8 @@ class _Keeper:
         tensors = _given(arguments, options)
         if self.seen == self.called.number and tensors and tensors[0].is_floating_point():
             self.x = tensors[0].detach().clone()
+            self.arguments = tuple(map(_fresh, arguments))
+            self.options = {name: _fresh(value) for name, value in options.items()}
 
     def after(
         self, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
@@ -120,7 +134,7 @@ class _Keeper:
         if self.seen == self.called.number and self.x is not None:
             result, then = first_tensor(output).detach().clone(), self.called.then
             self.kept = (
-                Capture(module, self.x, arguments, options, result)
+                Capture(module, self.x, self.arguments, self.options, result)
                 if then is None
                 else Capture(then, result, (result,), {}, then(result))
             )

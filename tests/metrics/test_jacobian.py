@@ -169,7 +169,7 @@ def test_mixing_components_are_exact_or_estimated(kind, path):
     )
     # A quarter of the steps that would be exact.
     free = observe_jacobians(
-        module, forward, batch, {0: path}, dense_side=1, steps=exact.side // 2, probes=16
+        module, forward, batch, {0: path}, dense_side=1, steps=exact.side // 2, probes=32
     )[0]
     assert free.method == "lanczos"
     np.testing.assert_allclose(free.weights.sum(1), 1)
