@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from ..observations import Kernel
 
 _LAWS = ("scale: unchanged", "permutation of inputs: unchanged")
+_ROUNDING = 16
+"""Times the entries' precision: what a sum over a few inputs may leave of zero."""
 
 
 def _parameters(kernel: Kernel) -> str:
@@ -187,15 +189,21 @@ def ntk_offdiagonal(kernel: Kernel) -> Values:
     return _each(kernel, ratio)
 
 
-def centered_alignment(a: Floats, b: Floats) -> float:
-    """Cosine of two kernels [n, n] after their means over rows and columns are taken off."""
-    a, b = (k - k.mean(0) - k.mean(1)[:, None] + k.mean() for k in (a, b))
-    return float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
+def centered_alignment(a: Floats, b: Floats, eps: float) -> float:
+    """Cosine of two kernels [n, n] after their means over rows and columns are taken off; NaN where
+    that leaves no more of one than the rounding of its entries, relative precision eps."""
+    rests = [k - k.mean(0) - k.mean(1)[:, None] + k.mean() for k in (a, b)]
+    norms = [float(np.linalg.norm(rest)) for rest in rests]
+    floors = [_ROUNDING * eps * float(np.linalg.norm(k)) for k in (a, b)]
+    if any(norm <= floor for norm, floor in zip(norms, floors, strict=True)):
+        return float("nan")
+    return float((rests[0] * rests[1]).sum() / (norms[0] * norms[1]))
 
 
 @metric(
     unit="cosine",
     range="-1 to 1",
+    version=2,
     source="Cortes et al. 2012 (centred kernel alignment)",
     laws=_LAWS,
     default=False,
@@ -213,13 +221,17 @@ def ntk_alignment(kernel: Kernel) -> Values | None:
         return None
     same = (kernel.labels[:, None] == kernel.labels[None]).astype(np.float64)
     traced = kernel.traced(kernel.gram)
-    values = [centered_alignment(traced[np.ix_(k, k)], same[np.ix_(k, k)]) for k in kernel.kept()]
+    values = [
+        centered_alignment(traced[np.ix_(k, k)], same[np.ix_(k, k)], kernel.eps)
+        for k in kernel.kept()
+    ]
     return Values(np.asarray(values), parameters=_parameters(kernel))
 
 
 @metric(
     unit="1 - cosine",
     range="0 to 2",
+    version=2,
     source="Fort et al. 2020 (kernel distance), centred",
     laws=_LAWS,
     default=False,
@@ -241,7 +253,8 @@ def ntk_drift(kernel: Kernel) -> list[Values]:
             found.append(Values(np.nan, parameters=parameters, status="shape_changed"))
             continue
         values = [
-            1.0 - centered_alignment(kernel.part(kernel.gram, k), kernel.part(earlier, k))
+            1.0
+            - centered_alignment(kernel.part(kernel.gram, k), kernel.part(earlier, k), kernel.eps)
             for k in kernel.kept()
         ]
         found.append(Values(np.asarray(values), parameters=parameters))

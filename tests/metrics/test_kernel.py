@@ -240,6 +240,16 @@ def test_alignment_and_drift():
     assert rows(logits)["ntk_alignment", None].value == pytest.approx(1)
 
 
+def test_a_kernel_that_is_the_same_for_all_inputs_has_no_alignment():
+    """A bias before the logits: centring leaves rounding, which aligns with anything."""
+    labels, generator = np.array([0, 0, 1, 1]), np.random.default_rng(0)
+    for noise, status in ((0.0, "undefined"), (1e-7, "undefined"), (1e-3, "ok")):
+        gram = 3.0 + noise * generator.standard_normal((4, 4))
+        found = rows(kernel(gram + gram.T, labels=labels, first=np.eye(4)))
+        assert found["ntk_alignment", None].status == status
+        assert found["ntk_drift", None].status == status
+
+
 def test_bad_kernels_have_reasons():
     bad = np.eye(3)
     bad[0, 0] = np.nan
