@@ -8,6 +8,7 @@ through it, figures, report and check read through it. It imports neither torch 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import re
@@ -137,9 +138,17 @@ def outdated(file: Path, versions: Mapping[str, int]) -> str:
 def _metadata(file: Path) -> dict[bytes, bytes]:
     """A table's own metadata; empty where there is no such table."""
     try:
-        return dict(pq.read_schema(file).metadata or {})
+        status = file.stat()
+        return _metadata_of(file, status.st_ino, status.st_mtime_ns)
     except (OSError, pa.ArrowInvalid):
         return {}
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _metadata_of(file: Path, _inode: int, _changed: int) -> dict[bytes, bytes]:
+    """Read once for the several questions about a finished checkpoint; a rewritten table is a new
+    file."""
+    return dict(pq.read_metadata(file).metadata or {})
 
 
 def _versions(metadata: Mapping[bytes, bytes]) -> dict[str, int]:
