@@ -15,11 +15,11 @@ from plastiscope.anatomy import trace
 from plastiscope.derivatives import jacobian_rows, parameter_owners
 from plastiscope.models.live import Inputs, Live
 from plastiscope.network import Network
-from plastiscope.observations import observe_jacobians
+from plastiscope.observations import observe_jacobians, observe_ntk
 from plastiscope.sensitivity import sensitivity_rows
 from plastiscope.store import Row
 from tests.anatomy.nets import ExplicitAttention, FusedGPT, inputs_to
-from tests.anatomy.test_experts import Fused, network, probe
+from tests.anatomy.test_experts import Fused, hugging_face, network, probe
 
 CHOSEN = frozenset({"jacobian_sigma_max", "jacobian_frobenius", "rate_of_change_bound"})
 WIDTH, HEADS = 12, 3
@@ -205,3 +205,21 @@ def test_a_cache_of_keys_is_found_as_it_was() -> None:
     own = [jacrev(lambda t: net(t[None]).flatten())(one).flatten(1) for one in x]
     sigma = torch.linalg.svdvals(torch.stack(own).detach())
     np.testing.assert_allclose(np.sort(found.nodes)[:, ::-1], sigma.numpy(), rtol=1e-7, atol=1e-9)
+
+
+def test_experts_have_the_kernel_of_their_own_gradients() -> None:
+    """Those of all experts in one tensor, which are taken input by input."""
+    model, anatomy = hugging_face("Mixtral", "eager")
+    net, name = model.module, "model.layers.0.mlp.experts.down_proj"
+    live = Live(net, Inputs("tokens", (7,), 60), {}, model.forward, "test")
+    opening = Network(anatomy, live, (), None, (), torch.device("cpu"), False)
+    found = observe_ntk(net, model.forward, model.batch, components=parameter_owners(opening))
+    weight = net.get_parameter(name)
+    own = []
+    for one in model.batch["inputs"]:
+        (gradient,) = torch.autograd.grad(model.forward({"inputs": one[None]}).mean(), weight)
+        own.append(gradient.flatten().double())
+    expected = torch.stack(own) @ torch.stack(own).T
+    gram = found["experts fc2", 0].gram
+    np.testing.assert_allclose(gram, expected.numpy(), rtol=1e-4, atol=1e-5 * float(expected.max()))
+    assert name not in found

@@ -291,7 +291,7 @@ def _add_looped(
                 )
         if chosen and (name is None or need > room):
             for done, part in one_by_one(forward, batch, scalars, parameters, chosen).items():
-                reducer.add(done, part)
+                reducer.add(reducer.groups.get(done, "network"), part)
             room, chosen = memory_limit, []
         if name is not None:
             chosen.append(name)
