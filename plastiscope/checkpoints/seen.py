@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
 
-from plastiscope import __version__
 from plastiscope.checkpoints.places import Place, joined
 from plastiscope.checkpoints.reading import BESIDE, Opened
 from plastiscope.checkpoints.run import TensorInfo
@@ -28,8 +28,8 @@ from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import PlastiscopeError
 from plastiscope.store import replacing
 
-READER = 1
-"""Raise it when this package finds other tables, steps, notes or hashes in the same files."""
+# Raise the number when this package finds other tables, steps, notes or hashes in the same files.
+_READER = f"{version('plastiscope')} 1"
 
 _SCHEMA = pa.schema(
     [
@@ -96,7 +96,7 @@ def stamp_of(place: Place, unit: Unit, how: object) -> str | None:
     """A hash that is the same while no file of the unit has changed; None where that can't be told.
 
     `how` is everything else that the reading depends on."""
-    digest = hashlib.blake2b(f"{__version__} {READER} {how}".encode(), digest_size=16)
+    digest = hashlib.blake2b(f"{_READER} {how}".encode(), digest_size=16)
     for path in (*unit.files, *(joined(unit.folder, name) for name in BESIDE)):
         stamp = place.stamp(path)
         if stamp is None:

@@ -10,9 +10,9 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.checkpoints.test_folders import zero_folder
 
 from plastiscope.checkpoints import Options, Seen, discover, places
+from tests.checkpoints.test_folders import zero_folder
 
 fsspec = pytest.importorskip("fsspec", reason="fsspec isn't installed")
 
