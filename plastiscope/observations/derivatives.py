@@ -80,7 +80,10 @@ class Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.transposed, ctx.asked = transposed, asked
-        return functional_linear(x, weight.mT if transposed else weight, bias)
+        made = functional_linear(x, weight.mT if transposed else weight, bias)
+        # The same memory, but no view: what follows may rewrite it in place.
+        whole: Tensor = torch.ops.aten._unsafe_view(made, made.shape)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:

@@ -330,3 +330,20 @@ def test_float32_networks_agree_to_their_precision():
     batch64 = {key: v.double() if v.is_floating_point() else v for key, v in batch.items()}
     expected = dense(exact, forward64, batch64, "mean_logit").numpy()
     np.testing.assert_allclose(found.gram, expected, rtol=1e-5, atol=1e-6 * expected.max())
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_linear_layers_output_may_be_rewritten_in_place(transposed):
+    torch.manual_seed(0)
+    rewriting = nn.ReLU(inplace=True)
+    module = nn.Sequential(nn.Linear(5, 7), rewriting, nn.Linear(7, 3)).double().eval()
+    x = torch.randn(4, 3, 5, dtype=torch.float64)
+    batch = {"inputs": x.new_zeros(4, 5, 3).transpose(1, 2).copy_(x) if transposed else x}
+
+    def forward(given):
+        return module(given["inputs"]).flatten(1)
+
+    found = observe_ntk(module, forward, batch)["network"]
+    rewriting.inplace = False
+    expected = dense(module, forward, batch, "mean_logit").numpy()
+    np.testing.assert_allclose(found.gram, expected, rtol=1e-9, atol=1e-12)
