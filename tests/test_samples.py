@@ -91,6 +91,9 @@ def test_every_component_of_every_run_is_measured(
     blocks = {"mlp": 3, "cnn": 3, "vit": 6, "gpt": 4}[run]
     assert sorted(table["block"].dropna().unique()) == list(range(blocks))
     features = table[(table["metric"] == "effective_rank") & (table["subject"] == "feature")]
+    without = features["component"] == "network"
+    assert set(features.loc[without, "status"]) == (set() if run == "vit" else {"no_cls_token"})
+    features = features[~without]
     names = {
         "vit": "norm1 q k v attention_output residual1 norm2 fc1 activation fc2 residual2",
         "gpt": "norm1 q k v attention_output residual1 norm2 fc1 activation fc2 residual2",
