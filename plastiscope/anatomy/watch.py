@@ -265,12 +265,14 @@ def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionC
     maps = arranged.operand(site.probabilities, held["probabilities"])
     scores = _without_sinks(scores, maps)
     seen = ~(scores <= HIDDEN)  # NaN isn't hidden: it has to show
+    # To ask a GPU whether it sees all would be to wait for it.
+    sees_all = seen.device.type == "cpu" and bool(seen.all())
     return AttentionCall(
         arranged.q(held["q"]),
         arranged.shared(site.k, held["k"]),
         arranged.shared(site.v, held["v"]),
         arranged.q(held["output"], site.output),
-        None if bool(seen.all()) else seen,
+        None if sees_all else seen,
         lambda: scores,
         maps if maps.dtype == torch.float64 else maps.float(),
     )
