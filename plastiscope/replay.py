@@ -28,20 +28,15 @@ from .anatomy.parts import (
     ExpertSite,
     Site,
     expert_part,
-    is_expert,
-    own_name,
-    plain_name,
 )
-from .metrics import Place, absent, measure, unit_totals
 from .models.live import Batch, Live
-from .observations import AttentionSums, FeatureSums, Folds, OutputSums, UnitSums, in_threads
+from .observations import AttentionSums, FeatureSums, Folds, OutputSums, UnitSums
+from .replayed import rows_of
 from .store import Row
 
 VERSION = 3
 """Of what is reduced from a replay. Raise it with every change after which the same components give
 other observations: which rows, tokens, experts and folds count, and how they are summed."""
-
-NETWORK = ("network", None)
 
 
 @dataclass(frozen=True)
@@ -90,6 +85,11 @@ class Replay:
     outputs: OutputSums | None = None
     _before: dict[int, torch.Tensor] = field(default_factory=dict)
     _chunk: _Chunk | None = None
+
+    def rows(self, only: Collection[str]) -> list[Row]:
+        """The rows of every metric in `only`, in the network's order; once, since it uses up what
+        was summed."""
+        return rows_of(self, frozenset(only))
 
     def run(self, live: Live, batch: Batch, device: torch.device) -> None:
         """Replay the whole batch; raises when a component that should be seen wasn't."""
@@ -158,7 +158,7 @@ class Replay:
         assert self._chunk is not None
         windows = call.q.shape[0] // len(self._chunk.fold)
         for name, heads in zip(PROJECTIONS, (call.q, call.k, call.v), strict=True):
-            index = self._places.get((block, name))
+            index = self.places.get((block, name))
             if index is None:
                 continue
             x = heads.transpose(1, 2)
@@ -173,7 +173,7 @@ class Replay:
 
     def _add_expert(self, block: int, number: int) -> None:
         """The sums of an expert's units, which are there before any token goes to it."""
-        index = self._places[block, expert_part(number, "activation")]
+        index = self.places[block, expert_part(number, "activation")]
         function = self.anatomy.components[index].function
         self.units.setdefault(index, UnitSums(self.sampling.folds, function))
 
@@ -181,7 +181,7 @@ class Replay:
         assert self._chunk is not None
         inputs = len(self._chunk.fold)
         parts = {*self.anatomy.experts[block].parts, "activation"}
-        places = {part: self._places[block, expert_part(number, part)] for part in parts}
+        places = {part: self.places[block, expert_part(number, part)] for part in parts}
         if routed is None or routed.tokens % inputs:
             self.unplaced.update(places.values())
             return
@@ -206,7 +206,7 @@ class Replay:
         return self.attention[block]
 
     @cached_property
-    def _places(self) -> dict[tuple[int | None, str], int]:
+    def places(self) -> dict[tuple[int | None, str], int]:
         """The number of each component by its block and name, the first where several share one."""
         numbered = reversed(list(enumerate(self.anatomy.components)))
         return {(c.block, c.name): index for index, c in numbered}
@@ -280,76 +280,6 @@ class Replay:
             self.outputs = self.outputs or OutputSums(self.sampling.folds)
             self.outputs.add(logits, part["labels"], self._chunk.fold)
 
-    def rows(self, only: Collection[str]) -> list[Row]:
-        """The rows of every metric in `only`, in the network's order; once, since it uses up what
-        was summed. What the network hasn't got is a null row of its own."""
-        chosen = frozenset(only)
-        numbered = enumerate(self.anatomy.components)
-        parts = in_threads(lambda item: self._component_rows(*item, chosen), numbered)
-        rows = [row for part in parts for row in part]
-        if self.outputs is not None:
-            rows += measure(self.outputs.finish(), Place("head", None, "task"), chosen)
-        known = [sums.finish() for k, sums in self.units.items() if k not in self.unplaced]
-        return rows + unit_totals(known, chosen) + self._lacking(chosen)
-
-    def _lacking(self, only: frozenset[str]) -> list[Row]:
-        """Null rows of what isn't there: of a CLS token, attention and units in the network, and
-        of the attention of modules that may have one."""
-        anatomy, rows = self.anatomy, list[Row]()
-        if anatomy.cls is None:
-            rows += absent("Features", Place(*NETWORK, "feature", "cls"), "no_cls_token", only)
-        if not anatomy.attention and not anatomy.unread:
-            rows += absent("Attention", Place(*NETWORK, "attention"), "no_attention", only)
-        if not self.units:
-            rows += absent("Units", Place(*NETWORK, "unit", "all"), "no_activation", only)
-        for path, status in anatomy.unread.items():
-            place = Place(own_name(path) or NETWORK[0], None, "attention")
-            rows += absent("Attention", place, status, only)
-        return rows
-
-    def _component_rows(self, index: int, component: Component, only: frozenset[str]) -> list[Row]:
-        rows: list[Row] = []
-        reasons = self._reasons(index, component)
-        for tokens in ("all", "cls"):
-            place = Place(component.name, component.block, "feature", tokens)
-            # Taken out: what one component held is free for the next one's matrices.
-            sums = self.features.pop((index, tokens), None)
-            if sums is not None and sums.counts.any():
-                rows += measure(sums.finish(), place, only)
-            elif tokens in reasons:
-                rows += absent("Features", place, reasons[tokens], only)
-        if index in self.per_head and component.heads:
-            site = self.anatomy.attention[component.block or 0]
-            heads = site.heads if component.name == "q" else site.kv_heads
-            place = Place(component.name, component.block, "feature", "all", heads=heads)
-            rows += measure(self.per_head.pop(index).finish(), place, only)
-        place = Place(component.name, component.block, "unit", "all")
-        if index in self.units and index not in self.unplaced:
-            rows += measure(self.units[index].finish(), place, only)
-        elif plain_name(component.name) == "activation" or _is_whole_expert(component):
-            rows += absent("Units", place, reasons.get("all", "output_not_seen"), only)
-        if component.name == "q" and component.block in self.attention:
-            heads = self.anatomy.attention[component.block].heads
-            place = Place("attention", component.block, "attention", heads=heads)
-            rows += measure(self.attention[component.block].finish(), place, only)
-        return rows
-
-    def _reasons(self, index: int, component: Component) -> dict[str, str]:
-        """Why features that aren't there aren't, by "all" (of the tokens) and "cls"."""
-        cls = {"cls": "no_cls_token"} if component.before_cls else {}
-        if index in self.unplaced:
-            reason = "inputs_not_told_apart"
-        elif is_expert(component.name):
-            site = self.anatomy.experts.get(component.block or 0)
-            whole = site and plain_name(component.name) in {*site.whole, "activation"}
-            reason = "not_routed" if whole else "bias_added_apart" if site else "expert_not_read"
-        elif component.is_unseen:
-            unused = {m.tensor for m in component.weights} & {*self.anatomy.unexplained}
-            reason = "not_used" if unused else "output_not_seen"
-        else:
-            return cls
-        return {"all": reason} if self.anatomy.cls is None else {"all": reason, "cls": reason}
-
 
 def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
     """The reduction itself, with its own tensor functions hidden from the watch, which would
@@ -360,11 +290,6 @@ def _unwatched(reduce: Callable[..., None]) -> Callable[..., None]:
             reduce(*args)
 
     return call
-
-
-def _is_whole_expert(component: Component) -> bool:
-    """Whether it's an expert whose parts aren't known."""
-    return is_expert(component.name) and plain_name(component.name) == component.name
 
 
 def sites_of(anatomy: Anatomy) -> dict[Hashable, Site]:

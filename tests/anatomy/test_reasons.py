@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
 
 from plastiscope.anatomy import trace
-from tests.anatomy.nets import FusedGPT, inputs_to
+from tests.anatomy.nets import FlashAttention, FusedGPT, inputs_to
 from tests.anatomy.test_replayed import TOKENS, replayed
 
 WIDTH, HEADS = 12, 3
@@ -161,3 +161,23 @@ def test_a_layer_that_isn_t_seen_says_so() -> None:
     found = {r.component: (r.value, r.status) for r in rows if r.tokens == "all"}
     assert found["hidden"] == (None, "output_not_seen")
     assert found["spare"] == (None, "not_used")
+
+
+class Joint(FlashAttention):
+    """q is made of k's rows too, so it isn't a component of its own."""
+
+    def split(self, x: Tensor) -> list[Tensor]:
+        q, k, v = super().split(x)
+        return [q + k, k, v]
+
+
+def test_an_attention_whose_queries_have_no_rows_of_their_own_is_measured() -> None:
+    torch.manual_seed(0)
+    net = FusedGPT(Joint).eval()
+    names = [
+        (c.name, c.block) for c in trace(net, inputs_to(net), {"inputs": TOKENS[:2]}).components
+    ]
+    assert ("q", 0) not in names and ("k", 0) in names
+    rows = [r for r in replayed(net, TOKENS, "attention_entropy") if r.component == "attention"]
+    assert [(r.block, r.head) for r in rows] == [(b, h) for b in (0, 1) for h in range(3)]
+    assert all(r.value is not None and r.value > 0 for r in rows)
