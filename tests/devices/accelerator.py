@@ -41,7 +41,17 @@ _waits: Counter[tuple[str, str]] = Counter()
 
 
 class _Module(_DummyBackendModule):
-    """What stands at torch.sim."""
+    """What stands at torch.sim. There are no random numbers, and one device."""
+
+    device = contextlib.nullcontext
+
+    def get_amp_supported_dtype(self) -> list[torch.dtype]:
+        return [torch.bfloat16, torch.float16]
+
+    def get_rng_state(self, device: object = None) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor, device: object = None) -> None: ...
 
     def synchronize(self, device: torch.device | None = None) -> None:
         _note("synchronize")
