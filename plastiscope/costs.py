@@ -18,7 +18,8 @@ from .config import Settings
 from .derivatives import first_inputs, jacobian_places
 from .models.live import Batch
 from .network import Network
-from .observations.jacobian import DENSE_SIDE, PROBES, STEPS
+from .observations.jacobian import AT_ONCE, DENSE_SIDE, LEADING, POSITIONS, PROBES, ROWS, STEPS
+from .observations.lanczos import LEADING_ENTRIES
 
 PER_KERNEL = 5e-3
 """Seconds for the rows of one component's kernel: the eigenvalues of all its replicates."""
@@ -32,6 +33,8 @@ PER_PRODUCT = 2e-4
 """Seconds between two products with a Jacobian."""
 PRODUCT_PASSES = 1.6
 """A product with a Jacobian in forward passes of its component."""
+SHARED = 4
+"""A product with many small vectors at once, over one with each of them."""
 PER_CUBE = 3e-10
 """Seconds for the singular values of a matrix, over the cube of its smaller side."""
 PER_PLACE = 1.5e-3
@@ -179,6 +182,12 @@ def _products(module: nn.Module, x: torch.Size, y: torch.Size) -> tuple[int, int
     leaf = not any(True for _ in module.children())
     if leaf and x == y and len(x) > 2:
         side = x[1] if len(x) == 4 else x[-1]
-        return side, 4 * x[0], side
+        places = x[1:].numel() // side
+        taken = places if places * side <= ROWS else min(places, POSITIONS)
+        return side, taken * x[0], side
     side = min(x[1:].numel(), y[1:].numel())
-    return (side, x[0], side) if side <= DENSE_SIDE else (2 * STEPS * PROBES, 0, 0)
+    if side <= DENSE_SIDE:
+        return side, x[0], side
+    leading = min(LEADING, side // 4, LEADING_ENTRIES // (x[0] * side))
+    products = 2 * (2 * leading + STEPS * PROBES)
+    return products // (SHARED if x.numel() * SHARED <= AT_ONCE else 1), 0, 0

@@ -13,7 +13,7 @@ import plastiscope
 from plastiscope import costs, store
 from plastiscope.config import Settings
 from plastiscope.costs import Call, Work, estimate, timed_calls
-from plastiscope.observations.jacobian import PROBES, STEPS
+from plastiscope.observations.jacobian import LEADING, PROBES, STEPS
 from plastiscope.terminal import duration, on_request
 
 
@@ -53,8 +53,9 @@ def test_products_are_counted_as_the_jacobians_take_them() -> None:
         net, lambda batch: net(batch["inputs"]), {"inputs": torch.ones(2, 6, 8)}, paths
     )
     counted = [(c.products, c.matrices, c.side) for c in found]
-    lanczos = (2 * STEPS * PROBES, 0, 0)
-    assert counted == [(0, 1, 5), (5, 8, 5), (30, 2, 30), (0, 1, 30), lanczos, lanczos, (48, 2, 48)]
+    lanczos = (2 * (2 * LEADING + STEPS * PROBES) // costs.SHARED, 0, 0)
+    norm = (5, 2 * 6, 5)  # All six positions of both inputs.
+    assert counted == [(0, 1, 5), norm, (30, 2, 30), (0, 1, 30), lanczos, lanczos, (48, 2, 48)]
     assert all(c.seconds > 0 for c in found)
     assert found[6].seconds > max(c.seconds for c in found[:6])
     assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())

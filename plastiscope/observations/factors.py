@@ -196,7 +196,7 @@ def _by_outputs(varying: Tensor, shared: Tensor) -> Tensor:
                     weighted = weighted.reshape(count, c, -1)
                     products = parts[k, i, start : start + count]
                     multiply(weighted, others.swapaxes(1, 2), out=products)
-    total = found.sum(0, dtype=torch.float64)
+    total: Tensor = found.sum(0, dtype=torch.float64)
     total.diagonal(dim1=0, dim2=1).mul_(0.5)
     return (total + total.permute(1, 0, 3, 2)).transpose(1, 2).reshape(b * c, b * c)
 

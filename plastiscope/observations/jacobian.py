@@ -3,9 +3,9 @@
 Axes: B inputs, T positions, m sampled positions, o and i the sizes of one input's output and input.
 
 Never pooled over the batch: a batched Jacobian has zeros between samples. A position-wise
-component (linear layers, norms, a whole FFN) has a block for each position, taken exactly on some
-of them. Where positions mix, the Jacobian is exact while its smaller side is small, and otherwise
-matrix-free: Lanczos quadrature with J v and J^T w.
+component (linear layers, norms, a whole FFN) has a block for each position, taken exactly on all
+of them or on some. Where positions mix, the Jacobian is exact while its smaller side is small, and
+otherwise matrix-free: Lanczos quadrature with J v and J^T w.
 """
 
 from __future__ import annotations
@@ -27,7 +27,13 @@ from .spectra import Floats, spectra_of
 DENSE_SIDE = 1024
 """Largest smaller side of a Jacobian with mixed positions that is taken exactly."""
 POSITIONS = 4
-STEPS, PROBES = 48, 4
+"""How many positions are taken, where all of them would be too many rows."""
+ROWS = 4096
+"""Rows of a position-wise Jacobian of one input up to which all positions are taken."""
+STEPS, PROBES, LEADING = 40, 8, 160
+AT_ONCE = 1 << 18
+"""Entries of the vectors that a Jacobian is multiplied with at a time: small networks take many
+vectors in the time of one."""
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,8 @@ class Jacobian:
     """Singular values of each input's Jacobian: nodes [B, s] and their weights [B, s] (sum 1).
 
     Exact methods ("weight", "positions", "dense") have every singular value with equal weights;
-    "lanczos" has quadrature nodes, among which the largest value is resolved but not the smallest.
+    (the first of many positions stands for itself, the others for the rest); "lanczos" has
+    quadrature nodes, among which the largest value is resolved but not the smallest.
     `rows` and `columns` are one input's output and input sizes (of one position where it's
     position-wise); `side` is the smaller one.
     """
@@ -79,8 +86,10 @@ def observe_jacobians(
 ) -> dict[Hashable, Jacobian]:
     """The Jacobian of each module named by its path ("" is the network), at its real input.
 
-    `positions` of each input are sampled where positions don't mix. A module that isn't called
-    with a floating tensor (an embedding of ids) is left out. The network must be in eval mode.
+    Where positions don't mix, `positions` of each input are sampled if there are too many: the
+    first (a CLS token, or the one that attention sinks to) and some of the others. A module that
+    isn't called with a floating tensor (an embedding of ids) is left out. The network must be in
+    eval mode.
     """
     if any(part.training for part in module.modules()):
         raise UsageError("a Jacobian in train mode isn't the network's: call .eval() first")
@@ -165,8 +174,8 @@ def _is_position_wise(call: Capture) -> bool:
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
     """Exact blocks [o, i] of m positions of every input."""
     x = call.x if call.x.ndim == 3 else call.x.flatten(2).mT
-    chosen = torch.randperm(x.shape[1], generator=generator)[:positions].to(x.device)
-    some = x[:, chosen]
+    chosen, weights = _chosen(x.shape[1], x.shape[2], positions, call.x.ndim == 3, generator)
+    some = x[:, chosen.to(x.device)]
 
     def rows(flat: Tensor) -> Tensor:
         if call.x.ndim == 3:
@@ -176,7 +185,23 @@ def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> 
     blocks = dense(rows, some.flatten(0, 1))
     nodes = _values(blocks).reshape(len(x), -1)
     o, i = blocks.shape[1:]
-    return Jacobian(nodes, _equal(nodes), o, i, min(o, i), "positions", len(chosen))
+    each = np.broadcast_to(np.repeat(weights / min(o, i), min(o, i)), nodes.shape)
+    return Jacobian(nodes, each, o, i, min(o, i), "positions", len(chosen))
+
+
+def _chosen(
+    count: int, width: int, positions: int, in_line: bool, generator: torch.Generator
+) -> tuple[Tensor, Floats]:
+    """Positions of all `count`, and the share that each stands for."""
+    if count <= positions or count * width <= ROWS:
+        return torch.arange(count), np.full(count, 1 / count)
+    if not in_line or positions < 2:
+        some = torch.randperm(count, generator=generator)[:positions]
+        return some, np.full(positions, 1 / positions)
+    others = torch.randperm(count - 1, generator=generator)[: positions - 1] + 1
+    share = (1 - 1 / count) / (positions - 1)
+    weights = np.array([1 / count, *[share] * (positions - 1)])
+    return torch.cat([torch.zeros(1, dtype=torch.long), others]), weights
 
 
 def dense(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
@@ -217,13 +242,63 @@ class Products:
 
 def _matrix_free(call: Capture, steps: int, probes: int, generator: torch.Generator) -> Quadrature:
     products = Products(call.again, call.x)
-    wide = call.x[0].numel() > products.output[0].numel()
-    like = products.output if wide else call.x
+    rows, columns = products.output[0].numel(), call.x[0].numel()
+    copies = max(1, min(LEADING, AT_ONCE // call.x.numel()))
+    if copies > 1 and not _may_be_repeated(call):
+        copies = 1
+    made = {1: products}
 
     def gram(v: Tensor) -> Tensor:
-        """J^T J v, or J J^T v on the smaller side, [B, side]."""
-        u = v.to(like.dtype).reshape(like.shape)
-        w = products.jvp(products.vjp(u)) if wide else products.vjp(products.jvp(u))
-        return w.flatten(1).double()
+        """J^T J v, or J J^T v on the smaller side, [B, m, side]."""
+        parts = []
+        for part in torch.split(v, copies, dim=1):
+            m = part.shape[1]
+            if m not in made:
+                many = _repeated(call, m)
+                made.clear()  # Each holds a graph.
+                made[m] = Products(many.again, many.x)
+            parts.append(_gram_product(made[m], part, columns > rows))
+        return torch.cat(parts, 1)
 
-    return quadrature(gram, len(call.x), like[0].numel(), steps, probes, generator, like.device)
+    size, device = min(rows, columns), call.x.device
+    return quadrature(gram, len(call.x), size, steps, probes, LEADING, copies, generator, device)
+
+
+def _gram_product(products: Products, v: Tensor, wide: bool) -> Tensor:
+    like = products.output if wide else products.x
+    u = v.to(like.dtype).reshape(like.shape)
+    w = products.jvp(products.vjp(u)) if wide else products.vjp(products.jvp(u))
+    return w.flatten(1).double().reshape(v.shape)
+
+
+def _repeated(call: Capture, copies: int) -> Capture:
+    """The call with as many copies of each input, and of what else has an entry for each."""
+    seen: dict[int, Tensor] = {}
+
+    def repeat(value: Any) -> Any:
+        if isinstance(value, (tuple, list)):
+            return type(value)(repeat(part) for part in value)
+        if not isinstance(value, Tensor) or not value.ndim or len(value) != len(call.x):
+            return value
+        # What was one tensor stays one.
+        return seen.setdefault(id(value), value.repeat_interleave(copies, 0))
+
+    arguments = tuple(repeat(a) for a in call.arguments)
+    options = {name: repeat(a) for name, a in call.options.items()}
+    x, output = (part.repeat_interleave(copies, 0) for part in (call.x, call.output))
+    return Capture(call.module, x, arguments, options, output)
+
+
+def _may_be_repeated(call: Capture) -> bool:
+    """Whether copies of the inputs give copies of the outputs: a table may be as long as there are
+    inputs."""
+    twice = _repeated(call, 2)
+    try:
+        with torch.no_grad():
+            found = twice.again(twice.x)
+    except (RuntimeError, ValueError, IndexError, TypeError):
+        return False
+    scale = float(twice.output.abs().max())
+    return found.shape == twice.output.shape and torch.allclose(
+        found, twice.output, rtol=1e-4, atol=1e-5 * scale
+    )
