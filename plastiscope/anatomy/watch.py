@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -265,14 +265,12 @@ def explicit_call(site: AttentionSite, held: Mapping[str, Tensor]) -> AttentionC
     maps = arranged.operand(site.probabilities, held["probabilities"])
     scores = _without_sinks(scores, maps)
     seen = ~(scores <= HIDDEN)  # NaN isn't hidden: it has to show
-    # To ask a GPU whether it sees all would be to wait for it.
-    sees_all = seen.device.type == "cpu" and bool(seen.all())
     return AttentionCall(
         arranged.q(held["q"]),
         arranged.shared(site.k, held["k"]),
         arranged.shared(site.v, held["v"]),
         arranged.q(held["output"], site.output),
-        None if sees_all else seen,
+        _hiding(seen),
         lambda: scores,
         maps if maps.dtype == torch.float64 else maps.float(),
     )
@@ -313,7 +311,7 @@ class _Arranged:
         groups = self.site.kv_of_head
         if arranged.shape[1] == self.site.kv_heads or len(groups) != arranged.shape[1]:
             return arranged
-        return arranged[:, [groups.index(g) for g in range(self.site.kv_heads)]]
+        return _heads(arranged, [groups.index(g) for g in range(self.site.kv_heads)])
 
     def map(self, mask: Tensor) -> Tensor:
         """A mask broadcastable to the operands, brought to [B, H, Tq, Tk] or broadcastable."""
@@ -339,8 +337,17 @@ def _mask(mask: Any, causal: bool, q: Tensor, k: Tensor) -> tuple[Tensor | None,
         return None, None
     if mask.dtype == torch.bool:
         return mask, None
-    seen = ~(mask <= HIDDEN)
-    return (None if bool(seen.all()) else seen), mask
+    return _hiding(~(mask <= HIDDEN)), mask
+
+
+def _hiding(seen: Tensor) -> Tensor | None:
+    """None where all is seen; a GPU isn't asked, for that would be to wait for it."""
+    return None if seen.device.type == "cpu" and bool(seen.all()) else seen
+
+
+def _heads(tensor: Tensor, numbers: Sequence[int]) -> Tensor:
+    """Some heads [B, H, T, dh], by their numbers, which go to a GPU without waiting for it."""
+    return tensor[:, torch.tensor(numbers).to(tensor.device, non_blocking=True)]
 
 
 def _logits(
@@ -353,7 +360,7 @@ def _logits(
 ) -> Tensor:
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     groups = site.kv_of_head or tuple(h * k.shape[1] // q.shape[1] for h in range(q.shape[1]))
-    k = k if k.shape[1] == q.shape[1] else k[:, list(groups)]
+    k = k if k.shape[1] == q.shape[1] else _heads(k, groups)
     scores = q.to(exact) @ k.to(exact).transpose(-1, -2)
     scores = scores * (q.shape[-1] ** -0.5 if scale is None else scale)
     if bias is not None:

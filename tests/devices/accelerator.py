@@ -140,6 +140,8 @@ def _compute(op: Any, *args: Any, **kwargs: Any) -> Any:
         _scalar(a) if isinstance(a, (int, float)) and str(p.type) == "Tensor" else _host(a)
         for a, p in zip(args, schema.arguments, strict=False)
     ]
+    if name == "histc" and not given[0].is_floating_point():
+        given[0] = given[0].double()  # Which the CPU's kernel needs and CUDA's doesn't.
     made = op(*given, **{key: _host(value) for key, value in kwargs.items()})
     targets = [
         kwargs[a.name] if a.name in kwargs else args[i]
