@@ -6,12 +6,13 @@ Axes: B inputs, T tokens, d width.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from plastiscope.anatomy.blocks import Block, Scene
-from plastiscope.anatomy.parts import Component
+from plastiscope.anatomy.parts import PROJECTIONS, AttentionSite, Component
 from plastiscope.anatomy.record import Record
 from plastiscope.anatomy.sites import reaches
 
@@ -64,13 +65,52 @@ def _tokens_used(record: Record, end: int, axis: int) -> Tensor:
     return gradient.movedim(axis, 0)[0]
 
 
-def lacks_cls(record: Record, part: Component, start: int) -> bool:
-    """Whether a component's output has no CLS token: the patches before it joins the stream that
-    begins at `start`, or the patches alone later on. A vector may be what was pooled from it."""
-    if part.features is None:
-        return False
-    number = record.at(part.features)
-    shape, tokens = record.values[number].tensor.shape, record.values[start].tensor.shape
-    positions = shape.numel() // (shape[part.channel_axis] * len(record.inputs))
-    whole = tokens.numel() // (tokens[-1] * len(record.inputs))
-    return not reaches(record, start, number) or positions not in (whole, 1)
+@dataclass(frozen=True)
+class Holders:
+    """Which values of a pass may hold the CLS token: made of the stream's `start`, and with as many
+    positions of each input as a stream that has it, or with one."""
+
+    record: Record
+    start: int
+    sites: Mapping[int, AttentionSite]
+    positions: frozenset[int]
+
+    def lacks(self, part: Component) -> bool:
+        """Whether a component's output has no CLS token: the patches before it joins them, or the
+        patches alone later on. A vector may be what was pooled from it."""
+        site = self.sites.get(part.block) if part.block is not None else None
+        if part.features is not None:
+            number = self.record.at(part.features)
+            width = self.record.values[number].tensor.shape[part.channel_axis]
+        elif part.name in PROJECTIONS and site is not None:
+            operand = getattr(site.parts[0] if site.parts else site, part.name)
+            number = self.record.at(operand.site)
+            shape = self.record.values[number].tensor.shape
+            width = shape[operand.axes[-1]] * (operand.folded or shape[operand.axes[-3]])
+        else:
+            return False
+        positions = _positions(self.record, number, width)
+        return not reaches(self.record, self.start, number) or positions not in self.positions
+
+
+def holders(
+    record: Record,
+    found: list[Block],
+    sites: Mapping[int, AttentionSite],
+    axes: Mapping[int, int],
+    cls: int,
+) -> Holders:
+    """Of a network with a CLS token: the last block's stream has it, the first one's where that
+    token is the same for all inputs there."""
+    first, streams = found[0].start, [found[-1].end]
+    start = record.values[first].tensor.movedim(max(0, axes.get(first, 0)), 0)
+    there = -start.shape[1] <= cls < start.shape[1]
+    if there and torch.equal(start[0, cls], start[1, cls]):
+        streams.append(first)
+    counts = (_positions(record, n, record.values[n].tensor.shape[-1]) for n in streams)
+    return Holders(record, first, sites, frozenset({1, *counts}))
+
+
+def _positions(record: Record, number: int, width: int) -> int:
+    """How many positions of each input a value has."""
+    return record.values[number].tensor.numel() // (width * len(record.inputs))

@@ -22,7 +22,7 @@ from plastiscope.anatomy.batches import (
     untold,
 )
 from plastiscope.anatomy.blocks import Block, Scene, blocks
-from plastiscope.anatomy.cls import lacks_cls, prefix_tokens
+from plastiscope.anatomy.cls import holders, prefix_tokens
 from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
 from plastiscope.anatomy.products import Product, products
@@ -95,7 +95,8 @@ def _anatomy(record: Record, run: Callable[[Tensor], Record]) -> Anatomy:
     parts = placed_by_input(record, parts, axes)
     cls, prefix, more = prefix_tokens(scene, found, axes)
     if cls is not None:
-        parts = [replace(c, before_cls=lacks_cls(record, c, found[0].start)) for c in parts]
+        having = holders(record, found, sites, axes, cls)
+        parts = [replace(c, before_cls=having.lacks(c)) for c in parts]
     notes = [*notes_of(unread), *more]
     for block in found:
         every = (*block.attention.notes, *block.notes)

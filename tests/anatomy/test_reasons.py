@@ -181,3 +181,29 @@ def test_an_attention_whose_queries_have_no_rows_of_their_own_is_measured() -> N
     rows = [r for r in replayed(net, TOKENS, "attention_entropy") if r.component == "attention"]
     assert [(r.block, r.head) for r in rows] == [(b, h) for b in (0, 1) for h in range(3)]
     assert all(r.value is not None and r.value > 0 for r in rows)
+
+
+class Late(FusedGPT):
+    """The CLS token joins the patches between the blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.attn.mix = lambda q, k, v: (q @ k.mT).softmax(-1) @ v
+        self.embed, self.token = nn.Linear(WIDTH, 24), nn.Parameter(torch.randn(1, 1, 24))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](self.embed(x))
+        x = self.blocks[1](torch.cat([self.token.expand(len(x), -1, -1), x], 1))
+        return self.head(self.ln_f(x)[:, 0])
+
+
+def test_blocks_before_a_late_cls_token_have_none() -> None:
+    """Neither their stream nor their queries: never the first patch."""
+    torch.manual_seed(0)
+    rows = [r for r in replayed(Late().eval(), VECTORS, "effective_rank") if r.tokens == "cls"]
+    found = {(r.component, r.block): (r.value is None, r.status) for r in rows}
+    for name in ("norm1", "q", "v", "attention_output", "fc1", "residual2"):
+        assert found[name, 0] == (True, "no_cls_token")
+        assert found[name, 1][0] is False
+    assert found["head", None][0] is False
