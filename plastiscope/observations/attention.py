@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .device import fetched
+from .device import faster, fetched
 from .folds import Folds
 from .moments import counts_without_each, without_each
 from .spectra import Floats, Statuses
@@ -160,7 +160,12 @@ class AttentionSums:
         if not chosen:
             return
         some = torch.stack([a[b] for b in chosen])
-        energy = torch.linalg.eigvalsh(torch.nan_to_num(some @ some.mT)).flip(-1).clamp(min=0)
+        gram, solve = torch.nan_to_num(some @ some.mT), torch.linalg.eigvalsh
+        found = faster(
+            "maps", gram.device, gram.shape[-1], lambda: solve(gram),
+            lambda: solve(gram.cpu()).to(gram.device, non_blocking=True),
+        )  # fmt: skip
+        energy = found.flip(-1).clamp(min=0)
         short = energy.cumsum(-1) < ENERGY * energy.sum(-1, keepdim=True)
         for b, rank in zip(chosen, (short.sum(-1) + 1).double(), strict=True):
             self.ranked[fold[b]] += 1

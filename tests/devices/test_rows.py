@@ -82,10 +82,9 @@ def test_transformers(device: str, name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_single_precision_samples(device: str, name: str, tmp_path: Path) -> None:
+def test_a_single_precision_sample(device: str, tmp_path: Path) -> None:
     here, there = (
-        measured(SAMPLES / name, tmp_path / where, where, steps="0", probe_rows=256)
+        measured(SAMPLES / "cnn", tmp_path / where, where, steps="0", probe_rows=256)
         for where in ("cpu", device)
     )
     assert compare(here, there, 1e-4) > 500
