@@ -88,9 +88,9 @@ def feed_forward_components(
     scene: Scene, ff: FeedForward, block: int | None
 ) -> list[tuple[int, Component]]:
     """gate, fc1, activation and fc2."""
-    parts = [(ff.fc1.output, _rows_seen(scene, "fc1", ff.fc1, ff.fc1_matrix, block))]
+    parts = [(ff.fc1.output, rows_seen(scene, "fc1", ff.fc1, ff.fc1_matrix, block))]
     if ff.gate is not None and ff.gate_matrix is not None:
-        gate = _rows_seen(scene, "gate", ff.gate, ff.gate_matrix, block)
+        gate = rows_seen(scene, "gate", ff.gate, ff.gate_matrix, block)
         parts.insert(0, (ff.gate.output, gate))
     if ff.activation is not None:
         output = ff.joined if ff.joined is not None else ff.activation.output
@@ -104,7 +104,7 @@ def feed_forward_components(
     return parts
 
 
-def _rows_seen(
+def rows_seen(
     scene: Scene, name: str, product: Product, matrix: Matrix, block: int | None
 ) -> Component:
     """A linear map, or some of its rows, seen at the channels of its output that they make."""

@@ -23,7 +23,13 @@ from plastiscope.anatomy.batches import (
 )
 from plastiscope.anatomy.blocks import Block, Scene, blocks
 from plastiscope.anatomy.cls import holders, prefix_tokens
-from plastiscope.anatomy.naming import components_of, linear_component, norm_component, seen
+from plastiscope.anatomy.naming import (
+    components_of,
+    linear_component,
+    norm_component,
+    rows_seen,
+    seen,
+)
 from plastiscope.anatomy.parts import Anatomy, Component, Matrix, own_name
 from plastiscope.anatomy.products import Product, products
 from plastiscope.anatomy.random_weights import random_parameters
@@ -176,7 +182,7 @@ def _others(scene: Scene, parts: list[Component], found: list[Block]) -> list[Co
             part = linear_component(scene, name, product, block)
             extra.insert(0, replace(part, embeds=product.tensor in stems))
         elif (rest := _rest(product, parts)) is not None:
-            extra.insert(0, Component(name, block, product.path, (rest,)))
+            extra.insert(0, rows_seen(scene, name, product, rest, block))
         claimed.add(product.tensor)
     for norm in scene.norms:
         if norm.weight and norm.weight not in claimed:

@@ -178,7 +178,14 @@ def test_an_attention_whose_queries_have_no_rows_of_their_own_is_measured() -> N
         (c.name, c.block) for c in trace(net, inputs_to(net), {"inputs": TOKENS[:2]}).components
     ]
     assert ("q", 0) not in names and ("k", 0) in names
-    rows = [r for r in replayed(net, TOKENS, "attention_entropy") if r.component == "attention"]
+    every = replayed(net, TOKENS, "attention_entropy", "feature_norm")
+    kept: list[Tensor] = []
+    net.blocks[0].attn.c_attn.register_forward_hook(lambda *given: kept.append(given[-1].detach()))
+    net(TOKENS)
+    rest = {r.component: r.value for r in every if r.tokens == "all" and r.block == 0}
+    norm = float(kept[0][..., :24].norm(dim=-1).mean())  # the rows that k and v leave
+    assert rest["blocks.0.attn.c_attn"] == pytest.approx(norm, rel=1e-5)
+    rows = [r for r in every if r.component == "attention"]
     assert [(r.block, r.head) for r in rows] == [(b, h) for b in (0, 1) for h in range(3)]
     assert all(r.value is not None and r.value > 0 for r in rows)
 
