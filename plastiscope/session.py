@@ -215,6 +215,7 @@ class Session:
             lambda name: network.counted_name(state, name),
             self.chosen,
             self.past.readers(position, network) if self.chosen & keys.DIFFERENCES else Earlier(),
+            network.device,
         )
         rows = scales.weigh(network.anatomy)
         seen, outputs = network.observed()

@@ -42,13 +42,14 @@ class Scales:
     """Measures weights: reads by the anatomy's names, and keeps what the totals need.
 
     `stored` gives the checkpoint's own name of a tensor (of a tied one, that which is counted), so
-    that the two ends of a tie count once.
+    that the two ends of a tie count once. Spectra may be taken on the `device`.
     """
 
     read: Read
     stored: Callable[[str], str]
     only: frozenset[str]
     earlier: Earlier = field(default_factory=Earlier)
+    device: torch.device | None = None
     seen: dict[str, Weight | Magnitude] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     embedding: set[str] = field(default_factory=set)
@@ -93,7 +94,7 @@ class Scales:
         vector = whole.ndim < 2 or (not stacked and 1 in cut.shape)
         if vector:
             return self._unjoined(Magnitude.of(cut, previous=previous, first=first), matrices)
-        weight = Weight.of(cut, previous=previous, first=first)
+        weight = Weight.of(cut, previous=previous, first=first, device=self.device)
         return replace(weight, magnitude=self._unjoined(weight.magnitude, matrices))
 
     def _unjoined(self, found: Magnitude, matrices: tuple[Matrix, ...]) -> Magnitude:

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from .symmetric import workers
+
 Floats = npt.NDArray[np.float64]
 SMALL = 128
 """Matrices of a smaller side are no work for a CPU, and go there without a measurement."""
@@ -52,7 +54,8 @@ def faster(
     or `here` on the CPU, the copies included.
 
     The first time for a device and a side, rounded up to a power of two, both are run; later ones
-    go where that was faster. `here` where the device fails (no memory, no convergence).
+    go where that was faster, with as many threads as work on the CPU. `here` where the device
+    fails (no memory, no convergence).
     """
     if device.type == "cpu" or side < SMALL:
         return here()
@@ -74,7 +77,7 @@ def _measured(
         _, on_device = _timed(there, device)
     except RuntimeError:
         return result
-    if on_device < on_cpu:
+    if on_device < on_cpu / workers():
         _faster[key] = device.type
     return result
 

@@ -61,13 +61,14 @@ class Spectrum:
         return int(self.rows.flat[0]) if self.rows.size else 0, self.columns
 
 
-def spectra_of(matrices: Tensor) -> Spectrum:
+def spectra_of(matrices: Tensor, device: torch.device | None = None) -> Spectrum:
     """The spectrum of each matrix of [..., r, c] in its stored dtype, any float, any device: taken
-    there or on the CPU, where it's faster."""
-    there = matrices.detach()
+    there (or on the `device` given) or on the CPU, where it's faster."""
+    own = matrices.detach()
+    place, what = (own.device, "matrices") if device is None else (device, "weights")
     return faster(
-        "matrices", there.device, min(there.shape[-2:]),
-        lambda: _spectra_of(there), lambda: _spectra_of(there.cpu()),
+        what, place, min(own.shape[-2:]),
+        lambda: _spectra_of(own.to(place)), lambda: _spectra_of(own.cpu()),
     )  # fmt: skip
 
 

@@ -79,17 +79,22 @@ class Weight:
 
     @classmethod
     def of(
-        cls, matrices: Tensor, *, previous: Tensor | None = None, first: Tensor | None = None
+        cls,
+        matrices: Tensor,
+        *,
+        previous: Tensor | None = None,
+        first: Tensor | None = None,
+        device: torch.device | None = None,
     ) -> Weight:
         """Measure [out, in] or [H, out, in] of any float dtype, reduced in float64.
 
         `previous` and `first` are the same matrices in earlier checkpoints; another shape isn't an
-        error but a status of the rows that compare.
+        error but a status of the rows that compare. Spectra may be taken on the `device`.
         """
         batched = matrices.ndim == 3
         magnitude = Magnitude.of(matrices, previous=previous, first=first, batched=batched)
         rows, columns = matrices.shape[-2:]
-        return cls(spectra_of(matrices), replace(magnitude, sides=(rows, columns)))
+        return cls(spectra_of(matrices, device), replace(magnitude, sides=(rows, columns)))
 
     @property
     def parts(self) -> dict[str, Any]:

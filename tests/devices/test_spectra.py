@@ -14,7 +14,15 @@ from torch.testing import assert_close
 import plastiscope
 from plastiscope import store
 from plastiscope.config import Settings
-from plastiscope.observations import Features, FeatureSums, device, spectra_of, spectra_places
+from plastiscope.observations import (
+    Features,
+    FeatureSums,
+    Weight,
+    device,
+    in_threads,
+    spectra_of,
+    spectra_places,
+)
 from tests.devices.present import DEVICES
 
 SAMPLES = Path(__file__).parents[2] / "sample_checkpoints"
@@ -72,6 +80,17 @@ def test_small_matrices_and_the_cpu_s_own_are_not_measured(monkeypatch: pytest.M
     assert ways.run(device.SMALL - 1) == "here"
     assert ways.run(4096, torch.device("cpu")) == "here" and ways.called == ["here"]
     assert spectra_places() == {}
+
+
+def test_the_cpu_s_threads_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It works on as many matrices at once; a device on one after the other."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+    ways = Ways(monkeypatch, there=[1.0], here=2.0)
+    in_threads(ways.run, [300])
+    assert spectra_places() == {"cuda test 512": "cpu"}
+    ways.run(600)
+    assert spectra_places()["cuda test 1024"] == "cuda"
 
 
 def test_what_a_device_fails_at_the_cpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,7 +157,12 @@ def test_weights_are_the_same_on_both_sides(
     there = spectra_of(x.to(where))
     assert_close(there.values[:2], np.linalg.svd(x[:2].double().numpy(), compute_uv=False))
     assert (there.values[2] > 0).sum() == 20
-    assert_close(there.values, spectra_of(x).values, rtol=1e-9, atol=1e-12)
+    here = spectra_of(x)
+    assert_close(there.values, here.values, rtol=1e-9, atol=1e-12)
+    # Of a weight that lies on the CPU.
+    sent = Weight.of(x, device=torch.device(where)).spectrum
+    assert_close(sent.values, here.values, rtol=1e-9, atol=1e-12)
+    assert (sent.status == here.status).all()
 
 
 @pytest.mark.parametrize("where", DEVICES)
