@@ -220,12 +220,16 @@ class Replay:
             self._sums(index, "cls").add(x if x.ndim == 2 else x[:, cls], self._chunk.folds())
 
     def _sums(self, index: int, tokens: str) -> FeatureSums:
-        return self.features.setdefault((index, tokens), FeatureSums(self.sampling.folds))
+        return self.features.setdefault((index, tokens), self._new_sums())
+
+    def _new_sums(self) -> FeatureSums:
+        assert self._chunk is not None
+        return FeatureSums(self.sampling.folds, self.inputs / len(self._chunk.fold))
 
     def _add_heads(self, index: int, x: torch.Tensor) -> None:
         """x [B, P, H, dh]."""
         assert self._chunk is not None
-        sums = self.per_head.setdefault(index, FeatureSums(self.sampling.folds))
+        sums = self.per_head.setdefault(index, self._new_sums())
         sums.add(*self._rows(x, self._chunk, bounded=True))
 
     def _add_units(

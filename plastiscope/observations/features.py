@@ -10,6 +10,7 @@ are nearly equal (CLS tokens after the embedding).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,10 +70,14 @@ class Features:
 
 
 class FeatureSums:
-    """Adds up rows of one component; `finish` gives its Features."""
+    """Adds up rows of one component; `finish` gives its Features.
 
-    def __init__(self, folds: int) -> None:
-        self.folds = folds
+    `batches` is how many batches like the first will come, where that is known: no more memory is
+    taken at once than for these.
+    """
+
+    def __init__(self, folds: int, batches: float | None = None) -> None:
+        self.folds, self.batches = folds, batches
         self.counts = np.zeros(folds, dtype=np.int64)
         self.held: Tensor | None = None
         self.filled = 0
@@ -125,6 +130,8 @@ class FeatureSums:
         if self.held is None:
             self._allocate(x)
         assert self.held is not None
+        if self.filled + len(x) > len(self.held) < self.room:
+            self._grow(self.filled + len(x))
         if self._moment_bytes > 2 * ROWS_LIMIT:
             x, fold = self._thinned(x, fold)
         elif self.filled + len(x) > len(self.held):
@@ -135,12 +142,20 @@ class FeatureSums:
         self.filled = part.stop
 
     def _allocate(self, x: Tensor) -> None:
-        """All at once, so that what is held doesn't lie scattered between batches; memory that is
-        never written to isn't taken."""
+        """All at once, so that what is held doesn't lie scattered between batches."""
         most = self._moment_bytes if self._moment_bytes <= 2 * ROWS_LIMIT else ROWS_LIMIT
-        room = max(2, most // (x[0].numel() * x.element_size()))
-        self.held = x.new_empty(room, *self.shape)
-        self.held_folds = torch.empty(room, dtype=torch.long)
+        self.room = max(2, most // (x[0].numel() * x.element_size()))
+        rows = self.room if self.batches is None else math.ceil(len(x) * self.batches)
+        self.held = x.new_empty(min(self.room, max(2, rows)), *self.shape)
+        self.held_folds = torch.empty(len(self.held), dtype=torch.long)
+
+    def _grow(self, rows: int) -> None:
+        """Room for so many rows and some more, as far as there may be any."""
+        held, fold = self.rows()
+        size = min(self.room, max(rows, 2 * self.filled))
+        self.held = held.new_empty(size, *self.shape)
+        self.held_folds = torch.empty(size, dtype=torch.long)
+        self.held[: self.filled], self.held_folds[: self.filled] = held, fold
 
     def _start_moments(self, x: Tensor, folds: Folds) -> None:
         self.sums, self.moments = self._zeros()

@@ -222,3 +222,18 @@ def test_absent_cls_token_is_a_row_with_the_reason():
     assert {r.status for r in found} == {"no_cls_token"} and {r.value for r in found} == {None}
     assert "effective_rank" in {r.metric for r in found}
     assert {r.tokens for r in found} == {"cls"}
+
+
+@pytest.mark.parametrize(("first", "n"), [(1, 200), (40, 200), (1, 900)])
+def test_room_is_made_for_the_rows_that_come(first, n):
+    """Memory for what was foretold, more where more comes, and the same numbers."""
+    x, fold = data(n, 48), torch.arange(n) % 4
+    sums, known = FeatureSums(4, batches=1.5), FeatureSums(4)
+    for part in (slice(0, first), *(slice(k, k + 40) for k in range(first, n, 40))):
+        sums.add(x[part], fold[part])
+        known.add(x[part], fold[part])
+        if part.stop == first:
+            assert len(sums.held) == max(2, 1.5 * first) and len(known.held) > 300
+    assert (sums.moments is None) == (known.moments is None) == (n == 200)
+    assert sums.held is None or n <= len(sums.held) <= 2 * n
+    np.testing.assert_array_equal(sums.finish().spectrum.values, known.finish().spectrum.values)
