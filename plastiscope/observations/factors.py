@@ -124,8 +124,10 @@ def outer_gram(outer: Outer) -> Tensor:
 
 def _without_idle_places(outer: Outer) -> Outer:
     """Less the places that no gradient comes to: all but the CLS token in a ViT's last block."""
-    if outer.shared.device.type != "cpu" or outer.varying[0, 0].any(-1).all():
-        return outer  # To ask a GPU would be to wait for it.
+    first = outer.varying[0, 0]
+    # To ask a GPU would be to wait for it.
+    if outer.shared.device.type != "cpu" or first[:, 0].all() or first.any(-1).all():
+        return outer
     busy = outer.varying.any(-1).flatten(0, 1).any(0)
     if not busy.any() or not torch.isfinite(outer.shared[:, ~busy]).all():
         return outer  # 0 times infinity is no zero.
@@ -147,6 +149,11 @@ def _by_pairs(varying: Tensor, shared: Tensor) -> Tensor:
     """Products of places, (v . v') (s . s'), summed over pairs of places of a pair of inputs."""
     n, t, _ = varying.shape
     all_v, all_s = varying.flatten(0, 1), shared.flatten(0, 1)
+    if (n * t) ** 2 <= 4 * at_once(shared.device):
+        # Small enough to be had as Grams, at half the operations.
+        products = gram_of_columns(all_v.mT)
+        products *= gram_of_columns(all_s.mT)
+        return products.reshape(n * t, n, t).sum(2).reshape(n, t, n).sum(1).double()
     total = varying.new_zeros(n, n, dtype=torch.float64)
     size = max(1, min(-(-n // 4), WORK_BYTES // (n * t * t * varying.element_size())))
     for start in range(0, n, size):

@@ -23,7 +23,7 @@ from torch import Tensor, autograd, nn
 
 from ..errors import UsageError
 from .derivatives import Make, Names, by_input
-from .factors import WORK_BYTES, Direct, Factor, gram, of_copies, room_for, sum_of
+from .factors import Direct, Factor, gram, of_copies, room_for, sum_of
 from .layers import standing_in
 from .plans import Plan
 from .single_inputs import (
@@ -40,6 +40,8 @@ from .symmetric import in_threads
 
 MEMORY_LIMIT = 3 << 30
 """Bytes of activations and of gradients held at most."""
+HELD_BYTES = 1 << 23
+"""Bytes of factors that one pass holds until they are reduced together."""
 
 
 @dataclass
@@ -100,7 +102,7 @@ class _Reducer:
             if self.arrived[name] < self.expected[name] * self.passes:
                 return
             self.add_factors(name, [*self.waiting.pop(name).values()])
-        if self.passes == 1 and _bytes(self.ready) > WORK_BYTES:
+        if self.passes == 1 and _bytes(self.ready) > HELD_BYTES:
             self.reduce()
 
     def pass_now(self) -> int:
@@ -116,7 +118,7 @@ class _Reducer:
         with all threads."""
         jobs = _jobs(self.ready)
         self.ready = []
-        many = self.outputs > 1 or len(jobs) > 8 * torch.get_num_threads()
+        many = self.outputs > 1 or len(jobs) > 4 * torch.get_num_threads()
         parts = in_threads(_gram_of, jobs) if many else [_gram_of(job) for job in jobs]
         for (group, _), part in zip(jobs, parts, strict=True):
             self.add(group, part)

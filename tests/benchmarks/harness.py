@@ -1,21 +1,27 @@
 """Runs each piece of work in a process of its own and sets its time and memory against another's.
 
 A piece of work is a function `prepare()` of a bench module that builds what is needed and returns
-the function to be timed. Its memory is the growth of the process's peak while that function first
-runs; its time the best of some runs, as many as fit in ten seconds.
+the function to be timed. Both of a pair are prepared, then run by turns, so that what else the
+machine does meets both. A piece's memory is the growth of its process's peak in the first run; its
+time the best of all.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = os.environ.get("BENCH_THREADS", "2")
+ROUNDS, ENOUGH, TOO_MUCH = 40, 10.0, 60.0
+"""At most so many rounds: fewer once both took so many seconds in all, or one so many."""
 
 _WORKER = """
 import importlib, json, sys, time, warnings
@@ -29,15 +35,12 @@ def peak():
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM"))
 
-before, grown, times, busy = peak(), None, [], []
-while not times or (sum(times) < 10 and len(times) < 20):
-    start, cpu = time.perf_counter(), time.process_time()
+print("READY", flush=True)
+for _ in sys.stdin:
+    before, start, cpu = peak(), time.perf_counter(), time.process_time()
     work()
-    times.append(time.perf_counter() - start)
-    busy.append(time.process_time() - cpu)
-    grown = peak() - before if grown is None else grown
-found = {"seconds": min(times), "busy": min(busy), "bytes": grown}
-print("RESULT " + json.dumps(found))
+    found = {"seconds": time.perf_counter() - start, "busy": time.process_time() - cpu}
+    print("RESULT " + json.dumps({**found, "bytes": peak() - before}), flush=True)
 """
 
 
@@ -127,26 +130,77 @@ HEADER = (
 )
 
 
-def run(module: str, name: str) -> Measured:
-    """Time `name` of a bench module in a fresh process with two threads."""
+@dataclass
+class Worker:
+    """A prepared piece of work in a process with two threads, and what its runs took."""
+
+    name: str
+    process: subprocess.Popen[str]
+    errors: Path
+    runs: list[Measured] = field(default_factory=list)
+
+    def answer(self, word: str) -> str:
+        """The rest of the next line that starts with a word."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if line.startswith(word):
+                return line.removeprefix(word)
+        raise RuntimeError(f"{self.name} failed:\n{self.errors.read_text()[-2000:]}")
+
+    def run(self) -> None:
+        """Once."""
+        assert self.process.stdin is not None
+        self.process.stdin.write("run\n")
+        self.process.stdin.flush()
+        self.runs.append(Measured(**json.loads(self.answer("RESULT "))))
+
+    @property
+    def seconds(self) -> float:
+        return sum(run.seconds for run in self.runs)
+
+    @property
+    def best(self) -> Measured:
+        return Measured(
+            min(run.seconds for run in self.runs),
+            min(run.busy for run in self.runs),
+            self.runs[0].bytes,
+        )
+
+
+@contextlib.contextmanager
+def prepared(module: str, name: str) -> Iterator[Worker]:
+    """`name` of a bench module, ready to be run."""
     environment = {**os.environ, **dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), THREADS)}
     # A waiting thread that spins takes the core from the one it waits for on a busy machine.
     environment["OMP_WAIT_POLICY"] = "passive"
-    done = subprocess.run(
-        [sys.executable, "-c", _WORKER, module, name],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=environment,
-    )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{module}.{name} failed:\n{done.stderr[-2000:]}")
-    return Measured(**json.loads(lines[-1].removeprefix("RESULT ")))
+    with tempfile.NamedTemporaryFile("w+", suffix=".txt") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _WORKER, module, name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            cwd=ROOT,
+            env=environment,
+        )
+        try:
+            worker = Worker(f"{module}.{name}", process, Path(errors.name))
+            worker.answer("READY")
+            yield worker
+        finally:
+            process.kill()
+            process.wait()
 
 
 def compare(
     module: str, work: str, ours: str, against: str, theirs: str, target: Target, parts: int = 1
 ) -> Comparison:
-    """Ours first, then theirs, each in its own process."""
-    return Comparison(work, against, run(module, ours), run(module, theirs), target, parts)
+    """Both by turns, each in its own process."""
+    with prepared(module, ours) as one, prepared(module, theirs) as other:
+        for _ in range(ROUNDS):
+            one.run()
+            other.run()
+            taken = one.seconds, other.seconds
+            if min(taken) > ENOUGH or max(taken) > TOO_MUCH:
+                break
+        return Comparison(work, against, one.best, other.best, target, parts)
