@@ -72,7 +72,7 @@ def read_recorded(file: Path) -> list[store.Row]:
             for e in entries
             if e.get(metric)
         ]
-    except (KeyError, ValueError, TypeError):
+    except (csv.Error, KeyError, ValueError, TypeError):
         found = []
     if not found:
         raise UsageError(f"{file} isn't a table of results (step, {' or '.join(MEASURES)})")

@@ -288,7 +288,8 @@ def _named_runs(rows: pd.DataFrame) -> pd.DataFrame:
         lambda one: one.nunique(dropna=False)
     )
     forked = (branches > 1) & plain["branch"].notna()
-    plain.loc[forked, "run"] = plain["run"].astype(str) + "/" + plain["branch"].astype(str)
+    named = plain["run"].astype(str) + "/" + plain["branch"].astype(str)
+    plain["run"] = plain["run"].where(~forked, named)
     return plain
 
 
