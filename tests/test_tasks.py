@@ -81,8 +81,8 @@ def test_the_command_line_gives_the_mean_over_tasks(run: Learned, tmp_path: Path
         [sys.executable, "-m", "plastiscope", "show", str(out), "--format=csv",
          "--metric=average_accuracy_across_tasks"], capture_output=True, check=True,
     )  # fmt: skip
-    shown = pd.read_csv(io.BytesIO(told.stdout), float_precision="round_trip")
-    assert shown["value"].tolist() == [mean["value"]]
+    told_table = pd.read_csv(io.BytesIO(told.stdout), float_precision="round_trip")
+    assert told_table["value"].tolist() == [mean["value"]]
 
 
 def test_each_probe_has_its_own_rows_and_tags(run: Learned, tmp_path: Path) -> None:
