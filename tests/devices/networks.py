@@ -67,20 +67,15 @@ class TinyGPT(nn.Module):
         return self.head(self.norm(x))
 
 
-def vit2() -> nn.Module:
-    return TinyViT(2)
+def vit() -> nn.Module:
+    return TinyViT(1)
 
 
-def vit4() -> nn.Module:
-    return TinyViT(4)
-
-
-def gpt2() -> nn.Module:
-    return TinyGPT(2)
+def gpt() -> nn.Module:
+    return TinyGPT(1)
 
 
 INPUTS = {
-    "vit2": lambda: torch.randn(12, 3, 8, 8, dtype=torch.float64),
-    "vit4": lambda: torch.randn(12, 3, 8, 8, dtype=torch.float64),
-    "gpt2": lambda: torch.randint(WORDS, (12, 6)),
+    "vit": lambda: torch.randn(12, 3, 8, 8, dtype=torch.float64),
+    "gpt": lambda: torch.randint(WORDS, (12, 6)),
 }

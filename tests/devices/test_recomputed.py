@@ -15,7 +15,7 @@ from tests.devices.present import DEVICES
 @pytest.mark.parametrize("function", ["mean_logit", "logits"])
 def test_recomputed_blocks(device: str, function: str) -> None:
     torch.manual_seed(0)
-    net, x = networks.vit2().double().eval(), networks.INPUTS["vit2"]()
+    net, x = networks.TinyViT(2).double().eval(), networks.INPUTS["vit"]()
     kernels = []
     for where in ("cpu", device):
         net.to(where)
