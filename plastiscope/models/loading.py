@@ -118,7 +118,7 @@ def _place(name: str, target: torch.Tensor, value: torch.Tensor, filled: dict[in
                 f"{name} and {filled[id(target)]} are one tensor in the model and two different "
                 "ones in the checkpoint: give a --model that doesn't tie them"
             )
-        target.copy_(value)
+        target.copy_(value, non_blocking=True)
     filled[id(target)] = name
     return True
 

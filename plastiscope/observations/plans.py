@@ -270,30 +270,38 @@ def _rolled(module: nn.Module, forward: Forward, few: Batch, inputs: int) -> _Wa
 def _equal(a: Tensor, b: Tensor) -> bool:
     if a.shape != b.shape:
         return False
+    return bool(_same(a, b))
+
+
+def _same(a: Tensor, b: Tensor) -> Tensor:
+    """Whether two tensors of one shape are equal but for rounding, where they are."""
     if not b.numel():
-        return True
+        return b.new_ones((), dtype=torch.bool)
     # A half-precision product depends on the batch's size in its last digits.
     close = max(1e-4, 8 * torch.finfo(b.dtype).eps) if b.is_floating_point() else 1e-4
     bound = close * b.abs().nan_to_num(posinf=0.0).max().double() + 1e-3 * b.abs().double()
     apart = (a.double() - b.double()).abs()
     same = (a == b) | (a.isnan() & b.isnan()) | (apart.isfinite() & (apart <= bound))
-    return bool(same.all())
+    return same.all()
 
 
 def _axes(first: _Watcher, second: _Watcher, inputs: int) -> dict[tuple[Names, int], int]:
     """The axis along which a call's input moved when the inputs were rolled."""
-    axes = {}
+    tried: list[tuple[tuple[Names, int], int]] = []
+    moved: list[Tensor] = []
     for call, x in first.calls.items():
         other = second.calls.get(call)
         if other is None or other.shape != x.shape or first.counts != second.counts:
             continue
         for axis in (*range(x.ndim - 1), *([INNERMOST] if x.ndim == 2 else [])):
-            if x.shape[max(axis, 0)] % inputs:
-                continue
-            if _equal(by_input(x, axis, inputs).roll(1, 0), by_input(other, axis, inputs)):
-                axes[call] = axis
-                break
-    return axes
+            if x.shape[max(axis, 0)] % inputs == 0:
+                tried.append((call, axis))
+                rolled = by_input(x, axis, inputs).roll(1, 0)
+                moved.append(_same(rolled, by_input(other, axis, inputs)))
+    (found,) = fetched(torch.stack(moved)) if moved else ((),)
+    # The first that fits of each call.
+    fitting = [place for place, fits in zip(tried, found, strict=True) if fits]
+    return dict(reversed(fitting))
 
 
 def _layered_gram(
