@@ -166,9 +166,9 @@ def _is_position_wise(call: Capture) -> bool:
     changed[where] = changed[where].roll(1, -1) * 1.5 + 1.0
     with torch.no_grad():
         moved = (call.again(changed) - call.again(call.x)).abs()
-    here = float(moved[where].max())
+    here = moved[where].max()
     moved[where] = 0
-    return here > 0 and float(moved.max()) <= 1e-6 * here
+    return bool((here > 0) & (moved.max() <= 1e-6 * here))
 
 
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
