@@ -166,7 +166,7 @@ def _is_position_wise(call: Capture) -> bool:
     changed[where] = changed[where].roll(1, -1) * 1.5 + 1.0
     with torch.no_grad():
         moved = (call.again(changed) - call.again(call.x)).abs()
-    here = moved[where].max()
+    here = moved[where].max().double()
     moved[where] = 0
     return bool((here > 0) & (moved.max() <= 1e-6 * here))
 
