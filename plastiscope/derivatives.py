@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from .alone import Alone, blocks_alone, components_alone, matrices
 from .anatomy import watch
 from .anatomy.parts import Component, is_expert, plain_name
-from .metrics import METRICS, Place, absent, measure
+from .metrics import METRICS, Place, absent, measure, unit_totals
 from .models.live import Batch
 from .network import Network
 from .observations import (
     Called,
+    UnitGradients,
     UnitGradientSums,
     observe_jacobians,
     observe_ntk,
@@ -36,7 +37,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
-VERSION = 4
+VERSION = 5
 """Of the measures on request. Raise it with every change after which the same network gives other
 kernels, Jacobians, rates of change or gradients, or gives them for other components."""
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
@@ -185,6 +186,7 @@ def gradient_rows(
         for place in places.values():
             yield from absent("UnitGradients", place, "no_labels", chosen)
         return
+    layers: list[UnitGradients] = []
     seen = _gradients_at(network, batch, {i: c.features for i, c in activations.items()})
     mask = batch["mask"].bool().cpu() if "mask" in batch else None
     for i, place in places.items():
@@ -208,7 +210,9 @@ def gradient_rows(
         some = per_input.flatten(0, 1)[rows.to(per_input.device, non_blocking=True)]
         sums = UnitGradientSums(folds)
         sums.add(some, fold.repeat_interleave(counted.sum(1)))
-        yield from measure(sums.finish(), place, chosen)
+        layers.append(sums.finish())
+        yield from measure(layers[-1], place, chosen)
+    yield from unit_totals(layers, chosen)
 
 
 def _why_unseen(activation: Component) -> str:

@@ -34,7 +34,7 @@ from .observations import AttentionSums, FeatureSums, Folds, OutputSums, UnitSum
 from .replayed import rows_of
 from .store import Row
 
-VERSION = 3
+VERSION = 4
 """Of what is reduced from a replay. Raise it with every change after which the same components give
 other observations: which rows, tokens, experts and folds count, and how they are summed."""
 

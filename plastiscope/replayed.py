@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .anatomy.parts import Component, is_expert, own_name, plain_name
-from .metrics import Place, absent, measure, unit_totals
+from .metrics import Place, absent, duplicate_totals, measure, unit_totals
 from .observations import in_threads
 from .store import Row
 
@@ -26,7 +26,7 @@ def rows_of(replay: Replay, only: frozenset[str]) -> list[Row]:
     if replay.outputs is not None:
         rows += measure(replay.outputs.finish(), Place("head", None, "task"), only)
     known = [sums.finish() for k, sums in replay.units.items() if k not in replay.unplaced]
-    return rows + unit_totals(known, only) + _lacking(replay, only)
+    return [*rows, *unit_totals(known, only), *duplicate_totals(rows), *_lacking(replay, only)]
 
 
 def _lacking(replay: Replay, only: frozenset[str]) -> list[Row]:

@@ -5,7 +5,6 @@ Importing this package needs neither torch nor pandas: `explain` answers at once
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import unknown
@@ -25,10 +24,9 @@ from . import (
 from .definition import Explanation, Metric, explanation
 from .measurement import VERSION as ROWS_VERSION
 from .measurement import Place, jackknife, measure_with, rows_without
-from .totals import unit_totals, weight_totals
+from .totals import duplicate_totals, unit_totals, weight_totals
 
 if TYPE_CHECKING:
-    from ..observations import Magnitude, Units, Weight
     from ..store import Row
 
 METRICS: tuple[Metric, ...] = (
@@ -109,11 +107,11 @@ __all__ = [
     "Place",
     "absent",
     "default_metrics",
+    "duplicate_totals",
     "explain",
     "jackknife",
     "measure",
     "metric_versions",
-    "network_totals",
     "unit_totals",
     "weight_totals",
 ]
@@ -135,18 +133,6 @@ def absent(kind: str, place: Place, status: str, only: frozenset[str] | None = N
     """
     needs = {"Features": {"Features", "Spectrum"}, "Weight": {"Weight", "Spectrum", "Magnitude"}}
     return rows_without(METRICS, frozenset(needs.get(kind, {kind})), place, status, only)
-
-
-def network_totals(
-    weights: Mapping[str, Weight | Magnitude],
-    units: Sequence[Units],
-    types: Mapping[str, str] | None = None,
-    *,
-    scope: str = "",
-    only: frozenset[str] | None = None,
-) -> list[Row]:
-    """The network's own rows: see weight_totals and unit_totals."""
-    return weight_totals(weights, types, scope=scope, only=only) + unit_totals(units, only)
 
 
 def default_metrics() -> frozenset[str]:

@@ -14,7 +14,7 @@ from .measurement import Place, rows_of, values_of
 from .spectral import condition_number, effective_rank_squared
 
 if TYPE_CHECKING:
-    from ..observations import Magnitude, Units, Weight
+    from ..observations import Magnitude, UnitGradients, Units, Weight
     from ..store import Row
 
 NETWORK = "network"
@@ -34,6 +34,7 @@ _UNITS = (
     unit_metrics.rarely_active_fraction,
     unit_metrics.saturated_fraction,
     unit_metrics.unit_sign_entropy,
+    unit_metrics.grama_inactive_fraction,
 )
 
 
@@ -68,8 +69,11 @@ def weight_totals(
     return rows
 
 
-def unit_totals(layers: Sequence[Units], only: frozenset[str] | None = None) -> list[Row]:
-    """Rows of the network's units: "pooled" counts every unit once, "mean" every layer once.
+def unit_totals(
+    layers: Sequence[Units | UnitGradients], only: frozenset[str] | None = None
+) -> list[Row]:
+    """Rows of the network's units, or of the gradients into them: "pooled" counts every unit once,
+    "mean" every layer once.
 
     Layers that no row reached (unrouted experts) are left out of both, and of a metric that isn't
     for every function (saturation) the other layers.
@@ -77,12 +81,31 @@ def unit_totals(layers: Sequence[Units], only: frozenset[str] | None = None) -> 
     reached = [layer for layer in layers if layer.status != "not_routed"]
     rows: list[Row] = []
     for metric in _chosen(_UNITS, only):
-        found = [(layer, _by_parameters(values_of(metric, layer))) for layer in reached]
+        own = [layer for layer in reached if type(layer).__name__ == metric.needs]
+        found = [(layer, _by_parameters(values_of(metric, layer))) for layer in own]
         layers = [layer for layer, values in found if values]
         known = [values for _, values in found if values]
         for parameters in known[0] if known else ():
             rows += _unit_rows(metric, [one[parameters] for one in known], layers, parameters)
     return rows
+
+
+def duplicate_totals(rows: Sequence[Row]) -> list[Row]:
+    """The network's duplicate units, from the rows of its layers; empty where none has a value."""
+    metric = unit_metrics.duplicate_fraction
+    own = [row for row in rows if (row.metric, row.tokens) == (metric.name, "all")]
+    known = [(row.value, row.columns, row.rows) for row in own if row.value is not None]
+    if not known:
+        return []
+    shares, units, samples = (
+        np.asarray(part, dtype=np.float64) for part in zip(*known, strict=True)
+    )
+    size = (int(samples.min()), int(units.sum()))
+    pooled = float((shares * units).sum() / units.sum())
+    return [
+        *_network_rows(metric, pooled, ("pooled", own[0].parameters), "ok", size),
+        *_network_rows(metric, float(shares.mean()), ("mean", own[0].parameters), "ok", size),
+    ]
 
 
 def _chosen(metrics: tuple[Metric, ...], only: frozenset[str] | None) -> list[Metric]:
@@ -136,7 +159,10 @@ def _mean_rows(metric: Metric, given: list[Any], component: str, scope: str) -> 
 
 
 def _unit_rows(
-    metric: Metric, parts: list[Values], layers: Sequence[Units], parameters: str
+    metric: Metric,
+    parts: list[Values],
+    layers: Sequence[Units | UnitGradients],
+    parameters: str,
 ) -> list[Row]:
     counts = [layer.size[1] or 0 for layer in layers]
     stacked = np.stack([np.asarray(part.values, dtype=np.float64) for part in parts])

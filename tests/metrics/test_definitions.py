@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plastiscope.errors import UsageError
-from plastiscope.metrics import METRICS, default_metrics, explain, metric_versions, network_totals
+from plastiscope.metrics import METRICS, default_metrics, explain, metric_versions, weight_totals
 from plastiscope.observations import Magnitude, Weight
 
 
@@ -41,7 +41,7 @@ def test_explaining_needs_neither_torch_nor_pandas():
 
 
 def totals(weights, types=None, **options):
-    found = network_totals(weights, [], types, **options)
+    found = weight_totals(weights, types, **options)
     return {(r.component, r.metric, r.parameters): r for r in found}
 
 

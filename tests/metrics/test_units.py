@@ -2,11 +2,12 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from plastiscope.metrics import METRICS, Place, measure, unit_totals
-from plastiscope.observations import FeatureSums, UnitSums, rows_of
+from plastiscope.metrics import METRICS, Place, duplicate_totals, measure, unit_totals
+from plastiscope.observations import FeatureSums, UnitGradients, UnitSums, rows_of
 
 PLACE = Place("activation", 0, "unit")
 
@@ -190,3 +191,25 @@ def test_declared_laws_hold():
             after = rows(post, pre_)
             for key in (k for k in before if k[0] == metric.name):
                 assert after[key].value == pytest.approx(before[key].value, rel=1e-9), (key, law)
+
+
+def test_inactive_gradients_of_the_network_count_units_or_layers():
+    some, other = (UnitGradients(np.tile(row, (3, 1)), 8, "ok") for row in ([0.0, 3.0], [1.0] * 6))
+    total = {(r.metric, r.parameters): r for r in unit_totals([some, other])}
+    pooled, mean = (total["grama_inactive_fraction", f"{n}, tau=0.1"] for n in ("pooled", "mean"))
+    assert (pooled.value, mean.value) == (1 / 8, 1 / 4) and pooled.component == "network"
+    assert pooled.columns == 8 and pooled.subject == "unit"
+
+
+def test_duplicates_of_the_network_count_units_or_layers():
+    x = torch.eye(8)[:, :6]
+    sums = [FeatureSums(2) for _ in range(2)]
+    sums[0].add(x, torch.arange(8) % 2)
+    sums[1].add(torch.stack([x[:, 0], x[:, 0]], 1), torch.arange(8) % 2)
+    found = [
+        measure(s.finish(), Place("activation", i, "feature", "all")) for i, s in enumerate(sums)
+    ]
+    total = {r.parameters: r for r in duplicate_totals([row for part in found for row in part])}
+    assert total["pooled, cosine=0.95"].value == 2 / 8 and total["pooled, cosine=0.95"].columns == 8
+    assert total["mean, cosine=0.95"].value == 1 / 2
+    assert duplicate_totals([]) == []
