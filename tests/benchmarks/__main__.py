@@ -1,8 +1,9 @@
 """`python -m tests.benchmarks [NAME ...]`: the table of all benchmarks, or of some.
 
 From a checkout, with the test extra installed. NAME is a bench module without its `bench_`. All of
-them take a quarter of an hour on two cores. BENCH_THREADS sets another number of threads (2),
-BENCH_BLOCKS the depth of the network in `features` (3 of 12).
+them take a quarter of an hour on two cores. BENCH_THREADS sets another number of threads (2).
+BENCH_WHOLE=1 runs `features` on 12 blocks instead of 3, and all of `ntk` instead of one
+part in 12 of its largest: half an hour more, and 15 GB.
 
 `bench_reading` is a command of its own, since it empties the page cache:
 `python tests/benchmarks/bench_reading.py`.

@@ -5,12 +5,11 @@ Both sides run the product's own replay, with the same inputs, rows, folds and m
 side keeps what each reduction is given until the forward passes are over. Then the values of units
 and attention come from the same code as ours, and every spectrum of a feature matrix (whole, and
 without each fold; plain and centred) from one float64 `svdvals` with both threads.
-BENCH_BLOCKS=12 runs the whole network.
+BENCH_WHOLE=1 runs the whole network.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,15 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from plastiscope import replay
+from plastiscope import replay, replayed
 from plastiscope.observations import AttentionSums, FeatureSums, Spectrum, UnitSums
+from plastiscope.observations.folds import Folds
 from plastiscope.observations.moments import spectra_without_each
 from plastiscope.observations.together import Pair
-from tests.benchmarks.harness import Comparison, Target, compare
+from tests.benchmarks.harness import WHOLE, Comparison, Target, compare
 
 INPUTS, BATCH, FOLDS, ROWS = 256, 16, 8, 4096
-BLOCKS = int(os.environ.get("BENCH_BLOCKS", "3"))
-"""Of 12: for the whole network the other side takes 12 GB and ten minutes."""
+BLOCKS = 12 if WHOLE else 3
+"""For the whole network the other side takes 12 GB and ten minutes."""
 
 
 class Kept:
@@ -47,12 +47,12 @@ class Kept:
 class KeptFeatures(FeatureSums):
     """Rows that are kept whole, with one svdvals for every spectrum."""
 
-    def __init__(self, folds: int) -> None:
-        super().__init__(folds)
+    def __init__(self, folds: int, batches: float | None = None) -> None:
+        super().__init__(folds, batches)
         self.all: list[tuple[Tensor, Tensor]] = []
 
-    def _hold(self, x: Tensor, fold: Tensor) -> None:
-        self.all.append((x.clone(), fold % self.parts))
+    def _hold(self, x: Tensor, folds: Folds) -> None:
+        self.all.append((x.clone(), folds.fold % self.parts))
 
     def _spectra(self) -> tuple[Spectrum, Spectrum, Tensor | None]:
         rows, fold = (torch.cat(parts) for parts in zip(*self.all, strict=True))
@@ -101,7 +101,7 @@ def stored() -> Callable[[], object]:
     replay.FeatureSums = KeptFeatures
     replay.UnitSums = lambda *given: Kept(UnitSums(*given))
     replay.AttentionSums = lambda *given, **named: Kept(AttentionSums(*given, **named))
-    replay.in_threads = lambda function, items: [function(item) for item in items]
+    replayed.in_threads = lambda function, items: [function(item) for item in items]
     return _work()
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 THREADS = os.environ.get("BENCH_THREADS", "2")
+WHOLE = "BENCH_WHOLE" in os.environ
+"""Whether what takes the other side ten minutes is run whole."""
 ROUNDS, ENOUGH, TOO_MUCH = 40, 10.0, 60.0
 """At most so many rounds: fewer once both took so many seconds in all, or one so many."""
 
