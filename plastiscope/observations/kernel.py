@@ -25,6 +25,8 @@ FUNCTIONS = ("mean_logit", "loss", "logits")
 OUTPUTS = 16
 """More outputs than this are projected (seeded, orthonormal) before they are told apart."""
 IGNORED = -100
+ROUNDING = 32
+"""Times the precision: the length of gradients, against the network's, that may be rounding."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Kernel:
     `function` is "mean_logit", "loss" or "logits"; `outputs` is C (1 but for logits, where entry
     i*C + c belongs to input i and output c). `labels` [B] or None; `counts` [B] says how many
     labels each input's loss is the mean of (None: one). `eps` is the precision of the network's
-    dtype. `first` and `previous` are the same kernel at earlier checkpoints.
+    dtype, `scale` the trace of the whole network's kernel. `first` and `previous` are the same
+    kernel at earlier checkpoints.
     """
 
     gram: Floats
@@ -46,6 +49,7 @@ class Kernel:
     first: Floats | None = None
     previous: Floats | None = None
     folds: int = 8
+    scale: float = 0.0
     replicated: ClassVar[bool] = True
 
     @property
@@ -65,9 +69,16 @@ class Kernel:
 
     @property
     def status(self) -> str:
-        """ "ok", "non_finite" or "zero_matrix"."""
+        """ "ok", "non_finite", "zero_matrix", or "unresolved" for what rounding leaves of nothing.
+
+        A bias of the keys cancels in the softmax: its gradients are sums of what cancels, 1e-6 of
+        the network's, where those of the smallest other parts are 1e-4.
+        """
         if not np.isfinite(self.gram).all():
             return "non_finite"
+        trace = float(np.trace(self.gram))
+        if 0 < trace < (ROUNDING * self.eps) ** 2 * self.scale:
+            return "unresolved"
         return "ok" if self.gram.any() else "zero_matrix"
 
     def kept(self) -> list[npt.NDArray[np.int64]]:
@@ -133,8 +144,9 @@ def observe_ntk(
     whole = sum(every.values()) + (0.0 if own is None else own)
     if own is not None and every:
         every["other"] = own
+    scale = float(np.trace(np.asarray(whole)))
     return {
-        group: Kernel(np.asarray(part), function, outputs, eps, classes, counts)
+        group: Kernel(np.asarray(part), function, outputs, eps, classes, counts, scale=scale)
         for group, part in {"network": whole, **every}.items()
     }
 

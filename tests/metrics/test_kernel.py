@@ -347,3 +347,27 @@ def test_a_linear_layers_output_may_be_rewritten_in_place(transposed):
     rewriting.inplace = False
     expected = dense(module, forward, batch, "mean_logit").numpy()
     np.testing.assert_allclose(found.gram, expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_rounding_leaves_of_a_bias_that_cancels_has_no_rank(dtype):
+    """A bias of the keys adds the same to every score of a query: the softmax takes it off."""
+    import transformers
+
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "num_labels": 4}
+    more = {"intermediate_size": 32, "image_size": 8, "patch_size": 2, "num_channels": 1}
+    model = transformers.ViTForImageClassification(transformers.ViTConfig(**size, **more))
+    model = model.eval().to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(0, 0.5)
+    batch = {"inputs": torch.randn(12, 1, 8, 8, dtype=dtype)}
+    names = {name: name for name, _ in model.named_parameters()}
+    found = observe_ntk(model, lambda b: model(b["inputs"]).logits, batch, components=names)
+    lost = {name for name, one in found.items() if one.status != "ok"}
+    assert lost == {n for n in names if n.endswith(("k_proj.bias", "key.bias"))} and len(lost) == 2
+    for name in lost:
+        assert {r.status for r in measure(found[name], PLACE)} == {"unresolved"}
+        assert not any(r.value is not None for r in measure(found[name], PLACE))
