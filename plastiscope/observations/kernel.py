@@ -6,7 +6,7 @@ Axes: B inputs, C outputs told apart, n = B*C; [1 + K] everything, then all but 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,8 +25,9 @@ FUNCTIONS = ("mean_logit", "loss", "logits")
 OUTPUTS = 16
 """More outputs than this are projected (seeded, orthonormal) before they are told apart."""
 IGNORED = -100
-ROUNDING = 32
-"""Times the precision: the length of gradients, against the network's, that may be rounding."""
+ROUNDING = 1024
+"""Times the precision: the length of a bias's gradients, against its weight's, that may be nothing
+but rounding."""
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,8 @@ class Kernel:
     `function` is "mean_logit", "loss" or "logits"; `outputs` is C (1 but for logits, where entry
     i*C + c belongs to input i and output c). `labels` [B] or None; `counts` [B] says how many
     labels each input's loss is the mean of (None: one). `eps` is the precision of the network's
-    dtype, `scale` the trace of the whole network's kernel. `first` and `previous` are the same
-    kernel at earlier checkpoints.
+    dtype. Of biases `beside` is the trace of the kernel of their layers' weights, else 0. `first`
+    and `previous` are the same kernel at earlier checkpoints.
     """
 
     gram: Floats
@@ -49,7 +50,7 @@ class Kernel:
     first: Floats | None = None
     previous: Floats | None = None
     folds: int = 8
-    scale: float = 0.0
+    beside: float = 0.0
     replicated: ClassVar[bool] = True
 
     @property
@@ -71,13 +72,13 @@ class Kernel:
     def status(self) -> str:
         """ "ok", "non_finite", "zero_matrix", or "unresolved" for what rounding leaves of nothing.
 
-        A bias of the keys cancels in the softmax: its gradients are sums of what cancels, 1e-6 of
-        the network's, where those of the smallest other parts are 1e-4.
+        A bias of the keys cancels in the softmax. Its gradients are sums of what cancels: in
+        float32 some 1e-5 of those of the keys' weights, where those of other biases are 1e-2.
         """
         if not np.isfinite(self.gram).all():
             return "non_finite"
         trace = float(np.trace(self.gram))
-        if 0 < trace < (ROUNDING * self.eps) ** 2 * self.scale:
+        if 0 < trace < (ROUNDING * self.eps) ** 2 * self.beside:
             return "unresolved"
         return "ok" if self.gram.any() else "zero_matrix"
 
@@ -144,11 +145,26 @@ def observe_ntk(
     whole = sum(every.values()) + (0.0 if own is None else own)
     if own is not None and every:
         every["other"] = own
-    scale = float(np.trace(np.asarray(whole)))
-    return {
-        group: Kernel(np.asarray(part), function, outputs, eps, classes, counts, scale=scale)
+    found = {
+        group: Kernel(np.asarray(part), function, outputs, eps, classes, counts)
         for group, part in {"network": whole, **every}.items()
     }
+    for group, weights in _beside(groups).items():
+        if group in found:
+            beside = sum(float(np.trace(found[w].gram)) for w in weights if w in found)
+            found[group] = replace(found[group], beside=beside)
+    return found
+
+
+def _beside(groups: Mapping[str, Hashable]) -> dict[Hashable, set[Hashable]]:
+    """For every group of nothing but biases the groups of the weights that these stand beside."""
+    found: dict[Hashable, set[Hashable]] = {}
+    mixed = {group for name, group in groups.items() if not name.endswith("bias")}
+    for name, group in groups.items():
+        weight = name.removesuffix("bias") + "weight"
+        if group not in mixed and weight in groups:
+            found.setdefault(group, set()).add(groups[weight])
+    return found
 
 
 def plan_ntk(module: nn.Module, forward: Forward, batch: Batch) -> Plan:
