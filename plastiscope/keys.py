@@ -32,7 +32,7 @@ def content(
         metrics=sorted(chosen),
         settings=[
             s.probe, s.model, dict(s.assume), s.probe_inputs, s.probe_rows, s.folds, s.seed,
-            s.weights, s.prefix, s.base, s.rename, s.families, s.allow_partial,
+            s.weights, s.prefix, s.base, s.rename, s.families, s.allow_partial, s.trust_pickle,
             s.gradient_inputs, s.jacobian_inputs, s.kernel, s.second_probe, s.sensitivity_pairs,
         ],
     )  # fmt: skip
@@ -56,9 +56,15 @@ def versions(chosen: frozenset[str]) -> dict[str, int]:
 
 def sources(run_path: str | Path, settings: Settings) -> dict[str, str]:
     """A digest of every file, beside the checkpoints, that the rows depend on: the probes, the
-    user's model and families; of a folder the names, sizes and times of its files."""
-    named = [settings.probe, settings.second_probe, (settings.model or "").rpartition(":")[0]]
-    files = [Path(n) for n in (*named, *settings.families) if n and Path(n).exists()]
+    user's model with the modules near it, and families; of a folder the names, sizes, times and
+    inodes of its files."""
+    model = Path((settings.model or "").rpartition(":")[0])
+    named = [settings.probe, settings.second_probe, *settings.families]
+    files = [Path(n) for n in named if n and Path(n).exists()]
+    if model.suffix == ".py" and model.exists():
+        # It may import any of them.
+        near = {model, *model.parent.glob("*.py"), *model.parent.glob("*/*.py")}
+        files += sorted(near)
     if settings.probe is None:
         files += beside(run_path)
     return {str(i): _digest(file) for i, file in enumerate(files)}
@@ -67,6 +73,11 @@ def sources(run_path: str | Path, settings: Settings) -> dict[str, str]:
 def _digest(path: Path) -> str:
     if path.is_dir():
         found = sorted(p for p in path.rglob("*") if p.is_file())
-        stats = [(str(p.relative_to(path)), p.stat().st_size, p.stat().st_mtime_ns) for p in found]
+        stats = [(str(p.relative_to(path)), *_stamp(p)) for p in found]
         return store.content_key(folder=stats)
     return hashlib.blake2b(path.read_bytes(), digest_size=16).hexdigest()
+
+
+def _stamp(file: Path) -> tuple[int, int, int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino

@@ -11,7 +11,7 @@ from plastiscope.checkpoints.fingerprints import fingerprint
 from plastiscope.checkpoints.names import step_numbers, task_number, unnumbered_role
 from plastiscope.checkpoints.options import Options
 from plastiscope.checkpoints.places import Place, joined
-from plastiscope.checkpoints.reading import Opened, opener
+from plastiscope.checkpoints.reading import SETTINGS, Opened, opener, side_files
 from plastiscope.checkpoints.run import Checkpoint, Skipped
 from plastiscope.checkpoints.seen import stamp_of
 from plastiscope.checkpoints.sequence import Moment, equal_weights
@@ -38,11 +38,10 @@ class Source:
         return stamp_of(self.place, unit, (*how, self.base_print))
 
     def identity(self, unit: Unit) -> str:
-        """The hash of what is read: the files, and what changes their reading."""
+        """The hash of what is read: the files, those beside them, and what changes how."""
         options, files = self.options, list(unit.files)
-        settings = joined(unit.folder, "adapter_config.json")
-        if self.place.entry(settings) is not None:
-            files.append(settings)
+        beside = [joined(unit.folder, name) for name in (*SETTINGS, *side_files(unit))]
+        files += [path for path in beside if self.place.entry(path) is not None]
         plain = fingerprint(self.place, files)
         how = (options.weights, options.prefix, options.rename, self.base_print)
         if how == (_DEFAULT.weights, None, (), ""):

@@ -26,8 +26,8 @@ from plastiscope.checkpoints.trusted import trusted
 from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import UnreadableError
 
-BESIDE = ("config.json", "adapter_config.json", "trainer_state.json")
-"""What is read beside the files of a unit."""
+SETTINGS = ("config.json", "adapter_config.json")
+_TRAINER = "trainer_state.json"
 _OPTIMIZER_FILES = ("optimizer.pt", "optimizer.bin", "optimizer.pth", "optimizer_0.pt")
 _DATA_NAMES = re.compile(
     r"(^|\.)(obs|observations?|actions?|rewards?|labels?|targets?|images?|input_ids|inputs?|x|y|"
@@ -51,6 +51,11 @@ class Opened:
     task: int | None
     fingerprint: str
     sample: torch.Tensor | None = None
+
+
+def side_files(unit: Unit) -> tuple[str, ...]:
+    """The names that are looked for beside a whole folder's weights, but for the settings."""
+    return (_TRAINER, *_OPTIMIZER_FILES) if unit.whole_folder else ()
 
 
 def opener(
@@ -132,7 +137,9 @@ def _beside(
 ) -> Beside:
     extras: dict[str, Any] = {}
     folder = unit.folder
-    config, adapter, trainer = (read_json(place, joined(folder, name)) for name in BESIDE)
+    config, adapter, trainer = (
+        read_json(place, joined(folder, name)) for name in (*SETTINGS, _TRAINER)
+    )
     if unit.whole_folder and trainer:
         extras["trainer_state"] = trainer
     if config:

@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import torch
 
 from plastiscope.checkpoints.places import Place, joined
-from plastiscope.checkpoints.reading import BESIDE, Opened
+from plastiscope.checkpoints.reading import SETTINGS, Opened, side_files
 from plastiscope.checkpoints.run import TensorInfo
 from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import PlastiscopeError
@@ -88,7 +88,7 @@ class Seen:
             return
         table = pa.Table.from_pylist(list(self._rows.values()), schema=_SCHEMA)
         with contextlib.suppress(OSError, PlastiscopeError), replacing(self._file) as partial:
-            pq.write_table(table, partial, compression="zstd")
+            pq.write_table(table, partial, compression="zstd", write_page_checksum=True)
         self._changed = False
 
 
@@ -97,7 +97,10 @@ def stamp_of(place: Place, unit: Unit, how: object) -> str | None:
 
     `how` is everything else that the reading depends on."""
     digest = hashlib.blake2b(f"{_READER} {how}".encode(), digest_size=16)
-    for path in (*unit.files, *(joined(unit.folder, name) for name in BESIDE)):
+    for path in (
+        *unit.files,
+        *(joined(unit.folder, name) for name in (*SETTINGS, *side_files(unit))),
+    ):
         stamp = place.stamp(path)
         if stamp is None:
             return None
@@ -107,7 +110,7 @@ def stamp_of(place: Place, unit: Unit, how: object) -> str | None:
 
 def _read(file: Path) -> dict[str, dict[str, Any]]:
     try:
-        table = pq.read_table(file)
+        table = pq.read_table(file, page_checksum_verification=True)
         if not table.schema.equals(_SCHEMA):
             return {}
         samples = table["sample"].combine_chunks()
@@ -145,7 +148,7 @@ def _opened(unit: Unit, row: dict[str, Any]) -> Opened:
         format=row["format"],
         fingerprint=row["fingerprint"],
         tensors=_tensors(row["tensors"]),
-        numbers=json.loads(row["numbers"]),
+        numbers=dict(json.loads(row["numbers"])),
         optimizer_step=row["optimizer_step"],
         notes=tuple(json.loads(row["notes"])),
         task=row["task"],

@@ -210,3 +210,28 @@ def test_placeholder_beside_zero_shards_does_not_identify_them(tmp_path, table, 
         (folder / "trainer_state.json").write_text(json.dumps({"global_step": step}))
     first, second = one_run(tmp_path).checkpoints
     assert first.fingerprint != second.fingerprint
+
+
+@pytest.mark.parametrize("name", ["config.json", "optimizer.pt"])
+def test_file_beside_the_weights_identifies_them_too(tmp_path, table, one_run, name):
+    folder = tmp_path / "run" / "checkpoint-1"
+    folder.mkdir(parents=True)
+    save_file(table(), folder / "model.safetensors")
+    (folder / "config.json").write_text('{"hidden_act": "relu"}')
+    torch.save({"state": {}, "param_groups": []}, folder / "optimizer.pt")
+    (before,) = one_run(tmp_path / "run").checkpoints
+    if name == "config.json":
+        (folder / name).write_text('{"hidden_act": "gelu"}')
+    else:
+        torch.save({"state": {}, "param_groups": [{"lr": 0.1}]}, folder / name)
+    (after,) = one_run(tmp_path / "run").checkpoints
+    assert before.fingerprint != after.fingerprint
+
+
+def test_flipped_bits_are_never_read_as_other_rows(run, tmp_path):
+    file = tmp_path / "seen.parquet"
+    first = facts(look(run, file))
+    whole = file.read_bytes()
+    for at in range(8, len(whole), 97):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
+        assert facts(look(run, file)) == first, at
