@@ -25,10 +25,12 @@ from .derivatives import (
     wants,
 )
 from .errors import PlastiscopeError, UnreadableError
+from .metrics import Place, absent
 from .models.live import Batch
 from .network import Network, label
 from .observations.kernel import Kernel
 from .optimizer import optimizer_rows
+from .padding import unpadded
 from .past import Past
 from .sensitivity import pairing, sensitivity_rows
 from .store import Row
@@ -99,20 +101,35 @@ class Requested:
         batch = network.on_device(first_inputs(each.batch, s.gradient_inputs))
         return {
             "ntk": self._kernel_rows(position, network, each, batch),
-            "jacobian": jacobian_rows(
-                network, first_inputs(batch, s.jacobian_inputs), chosen, s.seed
-            ),
+            "jacobian": self._jacobian_rows(network, each),
             "gradients": gradient_rows(network, batch, chosen, s.folds),
-            "sensitivity": self._sensitivity_rows(network, each, batch),
+            "sensitivity": self._sensitivity_rows(network, each),
         }
 
-    def _sensitivity_rows(self, network: Network, each: probe.Probe, batch: Batch) -> Iterator[Row]:
+    def _jacobian_rows(self, network: Network, each: probe.Probe) -> Iterator[Row]:
+        s, whole = self.settings, unpadded(each.batch)
+        if whole is None:
+            yield from self._all_padded("jacobian", "Jacobian")
+            return
+        batch = network.on_device(first_inputs(whole[0], s.jacobian_inputs))
+        yield from jacobian_rows(network, batch, self.chosen, s.seed)
+
+    def _sensitivity_rows(self, network: Network, each: probe.Probe) -> Iterator[Row]:
         """With a second probe, of the pairs across the two."""
         s, second = self.settings, network.second
-        if second is None:
-            return sensitivity_rows(network, batch, self.chosen)
-        across = pairing(each.batch, second.batch, s.sensitivity_pairs, s.batch_size)
-        return sensitivity_rows(network, batch, self.chosen, across)
+        whole = unpadded(each.batch) if second is None else unpadded(each.batch, second.batch)
+        if whole is None:
+            yield from self._all_padded("sensitivity", "RateOfChange", "ChangeBound")
+            return
+        batch = network.on_device(first_inputs(whole[0], s.gradient_inputs))
+        across = None
+        if second is not None:
+            across = pairing(whole[0], whole[1], s.sensitivity_pairs, s.batch_size)
+        yield from sensitivity_rows(network, batch, self.chosen, across)
+
+    def _all_padded(self, subject: str, *kinds: str) -> Iterator[Row]:
+        for kind in kinds:
+            yield from absent(kind, Place("network", None, subject), "padded_inputs", self.chosen)
 
     def _part(
         self,

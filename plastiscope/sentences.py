@@ -48,6 +48,9 @@ REASONS = {
     "over_channels": "the attention is over channels, not tokens",
     "same_queries": "its queries are the same for all inputs",
     "inputs_not_told_apart": "which rows belong to which input isn't known",
+    "padded_inputs": "every input is padded in front or between",
+    "no_gradient": "no gradient flows through it: it is cut off or a step function",
+    "not_differentiated": "called alone it raised an error",
     "embedding_does_not_fit": "it can't be fed the embedding's output",
 }
 """Why a row has no value, by its status."""

@@ -22,7 +22,8 @@ PAIRINGS = 4
 
 @dataclass(frozen=True)
 class RateOfChange:
-    """Ratios ‖f(x) - f(y)‖_F / ‖x - y‖_F [B, S], NaN for a pair of equal inputs.
+    """Ratios ‖f(x) - f(y)‖_F / ‖x - y‖_F [B, S], NaN for a pair of equal inputs, infinity where an
+    input or output holds NaN or infinity.
 
     With `shifts` [S], column s pairs input i with input i - shifts[s] of the same batch: each input
     is in several pairs. Without, y is of another data set and each pair has its own inputs.
@@ -49,7 +50,9 @@ class RateOfChange:
 
     @property
     def status(self) -> str:
-        """ "ok", or "no_pairs" when no two inputs differ."""
+        """ "ok", "non_finite", or "no_pairs" when no two inputs differ."""
+        if np.isinf(self.ratios).any():
+            return "non_finite"
         return "ok" if np.isfinite(self.ratios).any() else "no_pairs"
 
 
@@ -175,7 +178,8 @@ def _apart(x: Tensor, y: Tensor) -> Tensor:
 def _ratios(apart: Sequence[Tensor], moved: Sequence[Tensor]) -> Floats:
     """[B, S] of distances [B] of S pairings before and after."""
     before, after = fetched(torch.stack([*apart], 1), torch.stack([*moved], 1))
-    return np.where(before > 0, after / np.where(before > 0, before, 1.0), np.nan)
+    ratios = np.where(before == 0, np.nan, after / np.where(before == 0, 1.0, before))
+    return np.where(np.isfinite(before) & np.isfinite(after), ratios, np.inf)
 
 
 def norm_bound(gain: Tensor) -> ChangeBound:
