@@ -3,6 +3,7 @@ failed is tried again by itself, and nothing is lost meanwhile."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -310,3 +311,24 @@ def test_the_watch_tries_a_failure_again_once(
     for _ in range(3):
         second.look()
     assert len(calls) == 9  # a restart tries all three again
+
+
+def test_modules_near_the_model_decide_too(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text("from parts import Layer\n")
+    (tmp_path / "parts.py").write_text("class Layer: ...\n")
+    settings = Settings(model=f"{tmp_path / 'net.py'}:Net")
+    before = keys.sources(tmp_path, settings)
+    assert keys.sources(tmp_path, settings) == before
+    (tmp_path / "parts.py").write_text("class Layer: pass\n")
+    assert keys.sources(tmp_path, settings) != before
+
+
+def test_folder_restored_under_the_same_times_is_another(tmp_path: Path) -> None:
+    folder = tmp_path / "probe"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(b"one")
+    settings = Settings(probe=str(folder))
+    before, status = keys.sources(tmp_path, settings), (folder / "a.png").stat()
+    (folder / "a.png").write_bytes(b"two")
+    os.utime(folder / "a.png", ns=(status.st_atime_ns, status.st_mtime_ns))
+    assert keys.sources(tmp_path, settings) != before
