@@ -50,8 +50,11 @@ def components_alone(network: Network) -> Alone:
         if is_part(c) and not c.embeds and not is_expert(c.name)
     ]
     obstacles = {(c.name, c.block): _obstacle(c, parts, known) for c in parts}
-    paths = {(c.name, c.block): c.path for c in parts if obstacles[c.name, c.block] is None}
-    calls = _numbered(paths)
+    own = {(c.name, c.block): c for c in parts if obstacles[c.name, c.block] is None}
+    calls = {
+        where: replace(call, channel_axis=own[where].channel_axis)
+        for where, call in _numbered({where: c.path for where, c in own.items()}).items()
+    }
     functions = _functions([c for c in parts if (c.name, c.block) not in calls], parts, calls)
     left = {
         key: reason
@@ -86,7 +89,8 @@ def _functions(
         for o in parts:
             called = calls.get((o.name, o.block))
             if called and o.block == c.block and before == o.features and c.before_channels is None:
-                found[c.name, c.block] = replace(called, then=function())
+                then = replace(called, then=function(), channel_axis=c.channel_axis)
+                found[c.name, c.block] = then
     return found
 
 
@@ -170,7 +174,8 @@ def _shared_modules(
             obstacles[label, block] = "no_module_of_its_own"
         else:
             paths[label, block] = path
-    return Alone(_numbered(paths), obstacles)
+    calls = {where: replace(call, mixes=True) for where, call in _numbered(paths).items()}
+    return Alone(calls, obstacles)
 
 
 def _inputs_first(parts: Sequence[Component], module: nn.Module | None, label: str) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .alone import Alone, blocks_alone, components_alone, matrices
+from .alone import Alone, attentions_alone, blocks_alone, components_alone, matrices
 from .anatomy import watch
 from .anatomy.parts import Component, is_expert, plain_name
 from .metrics import METRICS, Place, absent, measure, unit_totals
@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
-VERSION = 6
+VERSION = 7
 """Of the measures on request. Raise it with every change after which the same network gives other
 kernels, Jacobians, rates of change or gradients, or gives them for other components."""
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})
@@ -130,15 +130,20 @@ def place_of(key: Hashable) -> Place:
 def jacobian_rows(
     network: Network, batch: Batch, chosen: frozenset[str], seed: int
 ) -> Iterator[Row]:
-    """Of every component that is a module or a matrix alone, of every block and of the network."""
+    """Of every component that is a module or a matrix alone, of every attention, every block and
+    the network."""
     assert network.live is not None
     live, places = network.live, jacobian_places(network)
     found = observe_jacobians(live.module, live.forward, batch, places, seed=seed)
     for where, weight in matrices(network):
-        if where not in found:
+        if where not in found or found[where].reason:
             found[where] = jacobian_of_weight(weight, len(batch["inputs"]))
-    yield from rows_at(found, "jacobian", chosen)
-    for alone in (components_alone(network), blocks_alone(network)):
+    yield from rows_at({k: j for k, j in found.items() if not j.reason}, "jacobian", chosen)
+    for key, jacobian in found.items():
+        if jacobian.reason and isinstance(key, tuple):
+            place = Place(key[0], key[1], "jacobian")
+            yield from absent("Jacobian", place, jacobian.reason, chosen)
+    for alone in (components_alone(network), attentions_alone(network), blocks_alone(network)):
         yield from absent_rows(alone, found, "Jacobian", "jacobian", chosen)
     if WHOLE not in found:
         yield from absent("Jacobian", Place(*WHOLE, "jacobian"), "takes_ids", chosen)
@@ -146,8 +151,8 @@ def jacobian_rows(
 
 def jacobian_places(network: Network) -> dict[Hashable, Called]:
     """The calls of all modules whose Jacobian is taken, by component and block."""
-    calls = {**components_alone(network).calls, **blocks_alone(network).calls}
-    return keyed({**calls, WHOLE: Called("")})
+    calls = {**components_alone(network).calls, **attentions_alone(network).calls}
+    return keyed({**calls, **blocks_alone(network).calls, WHOLE: Called("")})
 
 
 def absent_rows(

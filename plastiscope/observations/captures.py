@@ -22,23 +22,37 @@ class Called:
 
     With `calls`, a module that is called another number of times isn't the one that was meant.
     `then` is a function that the model calls on the module's output: it is meant, not the module.
+    `channel_axis` is that of its output's channels where it's known; `mixes`: its positions are
+    known to see each other.
     """
 
     path: str
     number: int = 0
     calls: int | None = None
     then: nn.Module | None = None
+    channel_axis: int | None = None
+    mixes: bool = False
 
 
 @dataclass(frozen=True)
 class Capture:
-    """One call of a module: its first tensor argument x [B, ...], the rest, and the output."""
+    """One call of a module: its first tensor argument x [B, ...], the rest, and the output;
+    `channel_axis` and `mixes` as of `Called`."""
 
     module: nn.Module
     x: Tensor
     arguments: tuple[Any, ...]
     options: Mapping[str, Any]
     output: Tensor
+    channel_axis: int | None = None
+    mixes: bool = False
+
+    @property
+    def others(self) -> list[Tensor]:
+        """The tensors that it is given beside x."""
+        given = _given(self.arguments, self.options)[0]
+        every = (*self.arguments, *self.options.values())
+        return [a for a in every if isinstance(a, Tensor) and a is not given]
 
     def again(self, x: Tensor) -> Tensor:
         """The module's output for another x, wherever it was given; everything else as it was.
@@ -133,10 +147,11 @@ class _Keeper:
     ) -> None:
         if self.seen == self.called.number and self.x is not None:
             result, then = first_tensor(output).detach().clone(), self.called.then
+            known = (self.called.channel_axis, self.called.mixes)
             self.kept = (
-                Capture(module, self.x, self.arguments, self.options, result)
+                Capture(module, self.x, self.arguments, self.options, result, *known)
                 if then is None
-                else Capture(then, result, (result,), {}, then(result))
+                else Capture(then, result, (result,), {}, then(result), *known)
             )
         self.seen += 1
 

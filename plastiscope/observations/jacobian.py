@@ -10,7 +10,6 @@ otherwise matrix-free: Lanczos quadrature with J v and J^T w.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +29,10 @@ POSITIONS = 4
 """How many positions are taken, where all of them would be too many rows."""
 ROWS = 4096
 """Rows of a position-wise Jacobian of one input up to which all positions are taken."""
+OTHERS = 2
+"""Positions besides the first and the last that are changed to see whether positions mix."""
+ANY_ERROR: tuple[type[Exception], ...] = (Exception,)
+"""What a model's own code may raise when a part of it is called alone: no other part is lost."""
 STEPS, PROBES, LEADING = 40, 8, 160
 AT_ONCE = 1 << 18
 """Entries of the vectors that a Jacobian is multiplied with at a time: small networks take many
@@ -54,6 +57,7 @@ class Jacobian:
     side: int
     method: str
     positions: int = 1
+    reason: str | None = None
     replicated: ClassVar[bool] = False
 
     @property
@@ -68,7 +72,9 @@ class Jacobian:
 
     @property
     def status(self) -> str:
-        """ "ok" or "non_finite"."""
+        """ "ok", "non_finite", or why there are no values."""
+        if self.reason is not None:
+            return self.reason
         return "ok" if np.isfinite(self.nodes).all() else "non_finite"
 
 
@@ -89,20 +95,39 @@ def observe_jacobians(
     Where positions don't mix, `positions` of each input are sampled if there are too many: the
     first (a CLS token, or the one that attention sinks to) and some of the others. A module that
     isn't called with a floating tensor (an embedding of ids) is left out. The network must be in
-    eval mode.
+    eval mode. One whose derivative can't be taken has no values, and the reason as its status.
     """
     if any(part.training for part in module.modules()):
         raise UsageError("a Jacobian in train mode isn't the network's: call .eval() first")
-    found = {}
+    found, inputs = {}, len(batch["inputs"])
     with frozen(module):
         for key, call in capture(module, forward, batch, paths).items():
             generator = torch.Generator().manual_seed(seed)
-            found[key] = _jacobian(call, positions, dense_side, steps, probes, generator)
+            try:
+                found[key] = _jacobian(
+                    call, inputs, positions, dense_side, steps, probes, generator
+                )
+            except _NoDerivative as lost:
+                found[key] = _without_values(inputs, str(lost))
+            except torch.OutOfMemoryError:
+                raise
+            except ANY_ERROR:
+                found[key] = _without_values(inputs, "not_differentiated")
     return found
+
+
+class _NoDerivative(Exception):  # noqa: N818  (a reason, no error)
+    """Why a component has no Jacobian, as a status."""
+
+
+def _without_values(inputs: int, reason: str | None = None) -> Jacobian:
+    nodes = np.full((inputs, 1), np.nan)
+    return Jacobian(nodes, np.ones_like(nodes), 0, 0, 0, "none", reason=reason)
 
 
 def _jacobian(
     call: Capture,
+    inputs: int,
     positions: int,
     dense_side: int,
     steps: int,
@@ -110,16 +135,15 @@ def _jacobian(
     generator: torch.Generator,
 ) -> Jacobian:
     if not bool(torch.isfinite(call.output).all()):
-        nodes = np.full((len(call.x), 1), np.nan)
-        return Jacobian(nodes, np.ones_like(nodes), 0, 0, 0, "none")
+        return _without_values(inputs)
     if isinstance(call.module, nn.Linear) and not _has_hooks(call.module):
         weight = call.module.weight
         assert isinstance(weight, Tensor)
-        return jacobian_of_weight(weight, len(call.x))
+        return jacobian_of_weight(weight, inputs)
+    if len(call.x) != inputs or len(call.output) != inputs:
+        raise _NoDerivative("inputs_not_told_apart")
     if _is_position_wise(call):
-        # A module that is all zeros but for a skip seems so wherever its channels are.
-        with contextlib.suppress(RuntimeError):
-            return _by_positions(call, positions, generator)
+        return _by_positions(call, positions, generator)
     rows, columns = call.output[0].numel(), call.x[0].numel()
     if min(rows, columns) <= dense_side:
         nodes = _values(dense(call.again, call.x))
@@ -148,41 +172,90 @@ def _values(jacobians: Tensor) -> Floats:
     return spectra_of(jacobians).values
 
 
-def _axes(x: Tensor) -> tuple[int, ...]:
-    """The axes of positions: [B, T, d] or [B, C, h, w]."""
-    return {3: (1,), 4: (2, 3)}.get(x.ndim, ())
-
-
 def _is_position_wise(call: Capture) -> bool:
-    """Whether a change at one position changes the output there and nowhere else."""
-    axes = _axes(call.x)
-    extra = [a for a in (*call.arguments[1:], *call.options.values()) if isinstance(a, Tensor)]
-    if not axes or extra or call.output.ndim != call.x.ndim:
+    """Whether each position of the output is what the module makes of that position alone.
+
+    That is what a block a position stands for: some positions are changed, which may change no
+    other, and all are given one by one, which must give the same (a gain or a table by position
+    doesn't). What can't be called with a single position mixes them.
+    """
+    if call.mixes or call.others or call.x.ndim < 3 or call.output.ndim != call.x.ndim:
         return False
-    if any(call.output.shape[a] != call.x.shape[a] for a in axes):
+    x, output = _in_line(call, call.x), _in_line(call, call.output)
+    if x.shape[:2] != output.shape[:2]:
         return False
-    where = (slice(None), 0) if call.x.ndim == 3 else (slice(None), slice(None), 0, 0)
-    changed = call.x.clone()
-    changed[where] = changed[where].roll(1, -1) * 1.5 + 1.0
-    with torch.no_grad():
-        moved = (call.again(changed) - call.again(call.x)).abs()
-    here = moved[where].max().double()
-    moved[where] = 0
-    return bool((here > 0) & (moved.max() <= 1e-6 * here))
+    try:
+        with torch.no_grad():
+            return _stays_in_place(call, x) and _is_itself_alone(call, x, output)
+    except torch.OutOfMemoryError:
+        raise
+    except ANY_ERROR:
+        return False
+
+
+def _stays_in_place(call: Capture, x: Tensor) -> bool:
+    """Whether a change at the first, the last and some other positions changes nothing else."""
+    count = x.shape[1]
+    others = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:OTHERS].tolist()
+    before = _in_line(call, call.again(call.x.clone()))
+    largest = 0.0
+    for position in sorted({0, count - 1, *others}):
+        changed = x.clone()
+        changed[:, position] = changed[:, position].roll(1, -1) * 1.5 + 1.0
+        moved = (_in_line(call, call.again(_as_given(call, changed))) - before).abs()
+        here = float(moved[:, position].max())
+        moved[:, position] = 0
+        if not float(moved.max()) <= 1e-6 * here:
+            return False
+        largest = max(largest, here)
+    return largest > 0
+
+
+def _is_itself_alone(call: Capture, x: Tensor, output: Tensor) -> bool:
+    """Whether every position alone gives what it gave among the others, to rounding."""
+    alone = _of_rows(call, x.flatten(0, 1).clone())  # which the module may change
+    if alone.shape != output.flatten(0, 1).shape:
+        return False
+    alone = alone.reshape(output.shape)
+    rounding = max(1e-4, 4 * torch.finfo(output.dtype).eps)
+    scale = output.abs().amax((0, 2))
+    return bool(((alone - output).abs().amax((0, 2)) <= rounding * scale).all())
+
+
+def _channels(call: Capture) -> int:
+    """The axis of channels; unless it's known the last of [B, T, d], the first of maps."""
+    ndim = call.x.ndim
+    axis = call.channel_axis if call.channel_axis is not None else (1 if ndim > 3 else -1)
+    return axis % ndim
+
+
+def _in_line(call: Capture, tensor: Tensor) -> Tensor:
+    """Maps of any order of axes as [B, T, d]."""
+    return tensor.movedim(_channels(call), -1).flatten(1, -2)
+
+
+def _as_given(call: Capture, line: Tensor) -> Tensor:
+    """[B, T, d] in the order of axes that the module is given."""
+    places = [n for a, n in enumerate(call.x.shape) if a not in (0, _channels(call))]
+    return line.reshape(len(line), *places, line.shape[-1]).movedim(-1, _channels(call))
+
+
+def _of_rows(call: Capture, rows: Tensor) -> Tensor:
+    """The output [N, o] of the module for single positions [N, i]."""
+    ones = (1,) * (call.x.ndim - 2)
+    alone = rows.reshape(len(rows), *ones, rows.shape[-1]).movedim(-1, _channels(call))
+    output = call.again(alone).movedim(_channels(call), -1)
+    if output.shape[:-1] != (len(rows), *ones):
+        raise ValueError("a single position made several")
+    return output.flatten(1)
 
 
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
     """Exact blocks [o, i] of m positions of every input."""
-    x = call.x if call.x.ndim == 3 else call.x.flatten(2).mT
+    x = _in_line(call, call.x)
     chosen, weights = _chosen(x.shape[1], x.shape[2], positions, call.x.ndim == 3, generator)
     some = x[:, chosen.to(x.device)]
-
-    def rows(flat: Tensor) -> Tensor:
-        if call.x.ndim == 3:
-            return call.again(flat[:, None]).squeeze(1)
-        return call.again(flat[..., None, None]).flatten(1)
-
-    blocks = dense(rows, some.flatten(0, 1))
+    blocks = dense(lambda rows: _of_rows(call, rows), some.flatten(0, 1))
     nodes = _values(blocks).reshape(len(x), -1)
     o, i = blocks.shape[1:]
     each = np.broadcast_to(np.repeat(weights / min(o, i), min(o, i)), nodes.shape)
@@ -223,6 +296,8 @@ class Products:
             self.x = x.detach().clone().requires_grad_()
             # A leaf itself must not be changed by an in-place function.
             self.output = function(self.x.view_as(self.x) * 1)
+            if not self.output.requires_grad:
+                raise _NoDerivative("no_gradient")
             self.dual = torch.zeros_like(self.output, requires_grad=True)
             (self.pulled,) = torch.autograd.grad(self.output, self.x, self.dual, create_graph=True)
 
