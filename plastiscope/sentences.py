@@ -26,6 +26,7 @@ REASONS = {
     "no_optimizer_state": "the checkpoint holds no optimizer state",
     "not_matched": "what is stored fits no parameter",
     "unresolved": "below what the precision or the method can tell from zero",
+    "positions_sampled": "some positions were taken, which don't have the extremes of all",
     "undefined": "not defined for these numbers",
     "shape_changed": "the shape changed, so there is nothing to compare with",
     "zero_matrix": "the matrix is all zeros",

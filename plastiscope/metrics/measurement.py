@@ -21,6 +21,7 @@ NO_VALUE = frozenset(
         "no_queries",
         "no_labels",
         "unresolved",
+        "positions_sampled",
         "shape_changed",
     }
 )

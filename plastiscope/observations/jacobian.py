@@ -10,8 +10,9 @@ otherwise matrix-free: Lanczos quadrature with J v and J^T w.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -34,6 +35,7 @@ OTHERS = 2
 ANY_ERROR: tuple[type[Exception], ...] = (Exception,)
 """What a model's own code may raise when a part of it is called alone: no other part is lost."""
 STEPS, PROBES, LEADING = 40, 8, 160
+FLOAT64_EPS = float(np.finfo(np.float64).eps)
 AT_ONCE = 1 << 18
 """Entries of the vectors that a Jacobian is multiplied with at a time: small networks take many
 vectors in the time of one."""
@@ -47,7 +49,9 @@ class Jacobian:
     (the first of many positions stands for itself, the others for the rest); "lanczos" has
     quadrature nodes, among which the largest value is resolved but not the smallest.
     `rows` and `columns` are one input's output and input sizes (of one position where it's
-    position-wise); `side` is the smaller one.
+    position-wise); `side` is the smaller one. `positions` of `all_positions` were taken, one after
+    the other in `nodes`. `eps` is the precision that J was computed in; `quadrature` what the nodes
+    of "lanczos" come from.
     """
 
     nodes: Floats
@@ -57,6 +61,9 @@ class Jacobian:
     side: int
     method: str
     positions: int = 1
+    all_positions: int = 1
+    eps: float = FLOAT64_EPS
+    quadrature: Quadrature | None = None
     reason: str | None = None
     replicated: ClassVar[bool] = False
 
@@ -147,9 +154,18 @@ def _jacobian(
     rows, columns = call.output[0].numel(), call.x[0].numel()
     if min(rows, columns) <= dense_side:
         nodes = _values(dense(call.again, call.x))
-        return Jacobian(nodes, _equal(nodes), rows, columns, min(rows, columns), "dense")
+        eps = torch.finfo(call.x.dtype).eps
+        return Jacobian(nodes, _equal(nodes), rows, columns, min(rows, columns), "dense", eps=eps)
     found = _matrix_free(call, steps, probes, generator)
-    return Jacobian(found.nodes, found.weights, rows, columns, min(rows, columns), "lanczos")
+    return _estimated(found, rows, columns, torch.finfo(call.x.dtype).eps)
+
+
+def _estimated(found: Quadrature, rows: int, columns: int, eps: float) -> Jacobian:
+    inputs, probes, rules, _ = found.nodes.shape
+    nodes = found.nodes.reshape(inputs, -1)
+    weights = found.weights.reshape(inputs, -1) / (probes * rules)
+    side = min(rows, columns)
+    return Jacobian(nodes, weights, rows, columns, side, "lanczos", eps=eps, quadrature=found)
 
 
 def _has_hooks(module: nn.Module) -> bool:
@@ -252,6 +268,7 @@ def _of_rows(call: Capture, rows: Tensor) -> Tensor:
 
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
     """Exact blocks [o, i] of m positions of every input."""
+    call, eps = _in_double(call)
     x = _in_line(call, call.x)
     chosen, weights = _chosen(x.shape[1], x.shape[2], positions, call.x.ndim == 3, generator)
     some = x[:, chosen.to(x.device)]
@@ -259,7 +276,30 @@ def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> 
     nodes = _values(blocks).reshape(len(x), -1)
     o, i = blocks.shape[1:]
     each = np.broadcast_to(np.repeat(weights / min(o, i), min(o, i)), nodes.shape)
-    return Jacobian(nodes, each, o, i, min(o, i), "positions", len(chosen))
+    return Jacobian(nodes, each, o, i, min(o, i), "positions", len(chosen), x.shape[1], eps=eps)
+
+
+def _in_double(call: Capture) -> tuple[Capture, float]:
+    """The call with a copy of its module in float64, where that computes the same, and the
+    precision of what it gives then: a module may turn to float32 inside."""
+    own = (call, torch.finfo(call.x.dtype).eps)
+    if call.x.dtype == torch.float64:
+        return own
+    try:
+        module = copy.deepcopy(call.module).double().requires_grad_(False)
+        x = call.x.double()
+        wide = replace(call, module=module, x=x)
+        with torch.no_grad():
+            output, beside = wide.again(x), wide.again(x + 1e-13 * x.roll(1, -1))
+    except ANY_ERROR:
+        return own
+    scale = float(call.output.abs().max())
+    same = output.shape == call.output.shape and output.dtype == torch.float64
+    if not same or float((output - call.output).abs().max()) > 1e3 * own[1] * scale:
+        return own
+    # Float32 inside swallows so small a change.
+    fine = float((beside != output).double().mean()) > 0.01
+    return wide, FLOAT64_EPS if fine else own[1]
 
 
 def _chosen(
