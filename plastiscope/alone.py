@@ -155,7 +155,7 @@ def attentions_alone(network: Network) -> Alone:
     """Of every attention, with its output projection."""
     taken = {call.path for call in blocks_alone(network).calls.values()}
     names = (*IN_ATTENTION, "attention_output")
-    return _shared_modules(network, "attention", names, frozenset(taken))
+    return _shared_modules(network, "attention", names, frozenset({*taken, ""}))
 
 
 def _shared_modules(
