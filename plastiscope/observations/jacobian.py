@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from .captures import Batch, Called, Capture, capture, frozen
 from .lanczos import Quadrature, quadrature
+from .positions import ANY_ERROR, in_line, is_position_wise, of_rows
 from .spectra import Floats, spectra_of
 
 DENSE_SIDE = 1024
@@ -30,10 +31,6 @@ POSITIONS = 4
 """How many positions are taken, where all of them would be too many rows."""
 ROWS = 4096
 """Rows of a position-wise Jacobian of one input up to which all positions are taken."""
-OTHERS = 2
-"""Positions besides the first and the last that are changed to see whether positions mix."""
-ANY_ERROR: tuple[type[Exception], ...] = (Exception,)
-"""What a model's own code may raise when a part of it is called alone: no other part is lost."""
 STEPS, PROBES, LEADING = 40, 8, 160
 FLOAT64_EPS = float(np.finfo(np.float64).eps)
 AT_ONCE = 1 << 18
@@ -149,7 +146,7 @@ def _jacobian(
         return jacobian_of_weight(weight, inputs)
     if len(call.x) != inputs or len(call.output) != inputs:
         raise _NoDerivative("inputs_not_told_apart")
-    if _is_position_wise(call):
+    if is_position_wise(call):
         return _by_positions(call, positions, generator)
     rows, columns = call.output[0].numel(), call.x[0].numel()
     if min(rows, columns) <= dense_side:
@@ -188,91 +185,13 @@ def _values(jacobians: Tensor) -> Floats:
     return spectra_of(jacobians).values
 
 
-def _is_position_wise(call: Capture) -> bool:
-    """Whether each position of the output is what the module makes of that position alone.
-
-    That is what a block a position stands for: some positions are changed, which may change no
-    other, and all are given one by one, which must give the same (a gain or a table by position
-    doesn't). What can't be called with a single position mixes them.
-    """
-    if call.mixes or call.others or call.x.ndim < 3 or call.output.ndim != call.x.ndim:
-        return False
-    x, output = _in_line(call, call.x), _in_line(call, call.output)
-    if x.shape[:2] != output.shape[:2]:
-        return False
-    try:
-        with torch.no_grad():
-            return _stays_in_place(call, x) and _is_itself_alone(call, x, output)
-    except torch.OutOfMemoryError:
-        raise
-    except ANY_ERROR:
-        return False
-
-
-def _stays_in_place(call: Capture, x: Tensor) -> bool:
-    """Whether a change at the first, the last and some other positions changes nothing else."""
-    count = x.shape[1]
-    others = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:OTHERS].tolist()
-    before = _in_line(call, call.again(call.x.clone()))
-    largest = 0.0
-    for position in sorted({0, count - 1, *others}):
-        changed = x.clone()
-        changed[:, position] = changed[:, position].roll(1, -1) * 1.5 + 1.0
-        moved = (_in_line(call, call.again(_as_given(call, changed))) - before).abs()
-        here = float(moved[:, position].max())
-        moved[:, position] = 0
-        if not float(moved.max()) <= 1e-6 * here:
-            return False
-        largest = max(largest, here)
-    return largest > 0
-
-
-def _is_itself_alone(call: Capture, x: Tensor, output: Tensor) -> bool:
-    """Whether every position alone gives what it gave among the others, to rounding."""
-    alone = _of_rows(call, x.flatten(0, 1).clone())  # which the module may change
-    if alone.shape != output.flatten(0, 1).shape:
-        return False
-    alone = alone.reshape(output.shape)
-    rounding = max(1e-4, 4 * torch.finfo(output.dtype).eps)
-    scale = output.abs().amax((0, 2))
-    return bool(((alone - output).abs().amax((0, 2)) <= rounding * scale).all())
-
-
-def _channels(call: Capture) -> int:
-    """The axis of channels; unless it's known the last of [B, T, d], the first of maps."""
-    ndim = call.x.ndim
-    axis = call.channel_axis if call.channel_axis is not None else (1 if ndim > 3 else -1)
-    return axis % ndim
-
-
-def _in_line(call: Capture, tensor: Tensor) -> Tensor:
-    """Maps of any order of axes as [B, T, d]."""
-    return tensor.movedim(_channels(call), -1).flatten(1, -2)
-
-
-def _as_given(call: Capture, line: Tensor) -> Tensor:
-    """[B, T, d] in the order of axes that the module is given."""
-    places = [n for a, n in enumerate(call.x.shape) if a not in (0, _channels(call))]
-    return line.reshape(len(line), *places, line.shape[-1]).movedim(-1, _channels(call))
-
-
-def _of_rows(call: Capture, rows: Tensor) -> Tensor:
-    """The output [N, o] of the module for single positions [N, i]."""
-    ones = (1,) * (call.x.ndim - 2)
-    alone = rows.reshape(len(rows), *ones, rows.shape[-1]).movedim(-1, _channels(call))
-    output = call.again(alone).movedim(_channels(call), -1)
-    if output.shape[:-1] != (len(rows), *ones):
-        raise ValueError("a single position made several")
-    return output.flatten(1)
-
-
 def _by_positions(call: Capture, positions: int, generator: torch.Generator) -> Jacobian:
     """Exact blocks [o, i] of m positions of every input."""
     call, eps = _in_double(call)
-    x = _in_line(call, call.x)
+    x = in_line(call, call.x)
     chosen, weights = _chosen(x.shape[1], x.shape[2], positions, call.x.ndim == 3, generator)
     some = x[:, chosen.to(x.device)]
-    blocks = dense(lambda rows: _of_rows(call, rows), some.flatten(0, 1))
+    blocks = dense(lambda rows: of_rows(call, rows), some.flatten(0, 1))
     nodes = _values(blocks).reshape(len(x), -1)
     o, i = blocks.shape[1:]
     each = np.broadcast_to(np.repeat(weights / min(o, i), min(o, i)), nodes.shape)
