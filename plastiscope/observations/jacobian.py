@@ -113,7 +113,7 @@ def observe_jacobians(
                 )
             except _NoDerivative as lost:
                 found[key] = _without_values(inputs, str(lost))
-            except torch.OutOfMemoryError:
+            except torch.cuda.OutOfMemoryError:
                 raise
             except ANY_ERROR:
                 found[key] = _without_values(inputs, "not_differentiated")

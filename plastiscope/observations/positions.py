@@ -31,7 +31,7 @@ def is_position_wise(call: Capture) -> bool:
     try:
         with torch.no_grad():
             return _stays_in_place(call, x) and _is_itself_alone(call, x, output)
-    except torch.OutOfMemoryError:
+    except torch.cuda.OutOfMemoryError:
         raise
     except ANY_ERROR:
         return False
