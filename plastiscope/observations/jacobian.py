@@ -103,7 +103,7 @@ def observe_jacobians(
     """
     if any(part.training for part in module.modules()):
         raise UsageError("a Jacobian in train mode isn't the network's: call .eval() first")
-    found, inputs = {}, len(batch["inputs"])
+    found, inputs = {}, len(next(iter(batch.values())))
     with frozen(module):
         for key, call in capture(module, forward, batch, paths).items():
             generator = torch.Generator().manual_seed(seed)
@@ -113,9 +113,9 @@ def observe_jacobians(
                 )
             except _NoDerivative as lost:
                 found[key] = _without_values(inputs, str(lost))
-            except torch.cuda.OutOfMemoryError:
-                raise
-            except ANY_ERROR:
+            except ANY_ERROR as error:
+                if isinstance(error, torch.cuda.OutOfMemoryError) or "allocate mem" in str(error):
+                    raise  # which says nothing about the part
                 found[key] = _without_values(inputs, "not_differentiated")
     return found
 
