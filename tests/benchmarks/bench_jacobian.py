@@ -54,7 +54,8 @@ def dense() -> Callable[[], object]:
                 jacobian = torch.func.vmap(
                     torch.func.vjp(call.module, call.x[i : i + 1])[1], chunk_size=256
                 )(torch.eye(call.output[0].numel()).reshape(-1, 1, *call.output.shape[1:]))[0]
-                found.append(torch.linalg.svdvals(jacobian.reshape(len(jacobian), -1)))
+                whole = jacobian.detach().reshape(len(jacobian), -1)
+                found.append(torch.linalg.svdvals(whole))
         return found
 
     return work
