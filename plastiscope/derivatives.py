@@ -37,7 +37,7 @@ FAMILIES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"OptimizerState"}),
 }
 """Names that stand for several metrics: all that need these observations."""
-VERSION = 8
+VERSION = 9
 """Of the measures on request. Raise it with every change after which the same network gives other
 kernels, Jacobians, rates of change or gradients, or gives them for other components."""
 LOSS_METRICS = frozenset({"fisher_effective_rank", "gradient_norm"})

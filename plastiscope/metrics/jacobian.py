@@ -148,7 +148,11 @@ def _lost(jacobian: Jacobian) -> str | None:
 
 
 def _is_noise(jacobian: Jacobian, sigma: Floats) -> npt.NDArray[np.bool_]:
-    noise = jacobian.side * jacobian.eps * jacobian.nodes.max(1, keepdims=True)
+    share = jacobian.side * jacobian.eps
+    if jacobian.quadrature is not None:
+        # Its nodes are roots of J^T J's, whose rounding is a share eps of the largest.
+        share = 4.0 * jacobian.eps**0.5
+    noise = share * jacobian.nodes.max(1, keepdims=True)
     found: npt.NDArray[np.bool_] = (sigma > 0.0) & (sigma < noise) & (noise > FLOOR)
     return found
 
