@@ -26,7 +26,7 @@ from plastiscope.checkpoints.reading import SETTINGS, Opened, side_files
 from plastiscope.checkpoints.run import TensorInfo
 from plastiscope.checkpoints.units import Unit
 from plastiscope.errors import PlastiscopeError
-from plastiscope.store import replacing
+from plastiscope.replacing import replacing
 
 # Raise the number when this package finds other tables, steps, notes or hashes in the same files.
 _READER = f"{version('plastiscope')} 1"
